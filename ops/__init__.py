@@ -1,0 +1,1 @@
+"""The operator's command and the embedded servers behind `chorus up`."""

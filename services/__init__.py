@@ -1,0 +1,1 @@
+"""The services. Each stands alone and never imports another."""

@@ -1,0 +1,1 @@
+"""What every service agrees on: words, limits, messages, the token log and the bus."""

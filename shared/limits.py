@@ -1,0 +1,88 @@
+"""Every limit and every interval, in one place, with the relations between them asserted at import.
+
+Units are in the names. What happens when a limit is reached is in the comment beside it.
+"""
+
+KIB = 1024
+MIB = 1024 * KIB
+
+# --- leases, heartbeats, verdicts ------------------------------------------------------------------
+HEARTBEAT_S = 0.25
+HEARTBEATS_MISSED_MAX = 3  # suspect after these *and* no log progress
+ACK_WAIT_S = 2.0  # an unextended lane delivery comes back after this: a question, not a verdict
+LEASE_EXTEND_S = 0.5
+STUCK_STEP_FACTOR = 3.0  # "stuck" = this many times the predicted step
+ATTEMPTS_MAX = 3  # `open` entries of one reply; then it ends as `failed`
+
+# --- clients ---------------------------------------------------------------------------------------
+PRESENCE_S = 5.0  # a relay says "a client is attached" this often
+IDLE_END_S = 30.0  # no presence this long: the holder ends the reply as `idle`
+SLOW_READER_S = 10.0  # a client that takes nothing this long with a full buffer is dropped; it can resume
+SSE_PING_S = 10.0  # longest silence on an open stream before a comment line
+STREAM_CREDITS = 32  # frames in flight relay -> gateway per stream; the relay holds the rest back
+READER_QUIET_S = 1.0  # a log reader with nothing for this long asks again from its next sequence
+
+# --- the token log ---------------------------------------------------------------------------------
+LOG_SHARDS = 4  # buckets declared by default; an id's shard must be below this
+LOG_HISTORY_MAX = 8192  # entries per key; the server drops the oldest past it without an error
+LOG_AGE_S = 3600.0
+LOG_BUCKET_BYTES = 256 * MIB
+LOG_ADMIT_SHARE = 0.70  # admission refuses above this share of a bucket's bytes
+CHUNK_TOKENS_MAX = 256  # tokens in one chunk entry; more go into the next
+CHUNK_INTERVAL_S_MIN = 0.02  # coalescing: first token at once, later ones at most this often ...
+CHUNK_INTERVAL_S_MAX = 0.14  # ... and at least this often, under load
+APPEND_TIMEOUT_S = 2.0  # one append; then it is tried again, byte-identical
+CATCH_UP_BATCH = 256  # entries asked for in one batched direct get
+CATCH_UP_BYTES_MAX = 512 * KIB
+EVENT_GAP = 16  # event numbers per token; the gaps hold structural events
+
+# --- requests --------------------------------------------------------------------------------------
+OUTPUT_TOKENS_MAX = 4096  # most a reply may be budgeted, whatever the model
+REQUEST_DEADLINE_S = 600.0  # accepted -> must have ended
+DEADLINE_GRACE_S = 30.0  # the last-guard sweeper ends what is this far past its deadline
+DEDUPLICATION_S = 10.0
+LANE_REFUSE_S = 0.05  # a full lane is said within this
+LANE_MESSAGES_MAX = 10_000  # waiting and running; past it the publish is refused (err_code 10077)
+LANE_BYTES_MAX = 512 * MIB
+USER_BUCKETS = 4  # lane consumers per (tier, model): users are hashed over them
+ROUTER_HELD_MAX = 512  # lane messages one router holds un-acknowledged and waiting; the rest stay in the lane
+PAYLOAD_BYTES_MAX = 1 * MIB  # NATS default; a prompt of 131,072 ids packed as int32 is half of it
+
+# --- HTTP ------------------------------------------------------------------------------------------
+HEADER_BYTES_MAX = 16 * KIB  # 431
+BODY_BYTES_MAX = 4 * MIB  # 413
+INPUT_CHARS_MAX = 1_000_000
+INPUT_ITEMS_MAX = 1_000
+STOP_SEQUENCES_MAX = 4
+STOP_CHARS_MAX = 256
+METADATA_KEYS_MAX = 16
+METADATA_KEY_CHARS_MAX = 64
+METADATA_VALUE_CHARS_MAX = 512
+IDEMPOTENCY_KEY_CHARS_MAX = 255
+JSON_DEPTH_MAX = 64
+
+# --- the bus ---------------------------------------------------------------------------------------
+REQUEST_TIMEOUT_S = 5.0  # service to service, unless a caller states less
+INBOX_MESSAGES_MAX = 4096  # a subscription's bounded inbox; what overflows is dropped and counted
+ENDED_AGE_S = 7 * 86_400.0
+JOURNAL_AGE_S = 3 * 86_400.0
+USAGE_AGE_S = 7 * 86_400.0
+STREAM_BYTES_MAX = 512 * MIB
+
+# --- safety ----------------------------------------------------------------------------------------
+SAFETY_VERDICT_S = 0.3  # a natural end waits this long for its last window, then is marked unchecked
+SAFETY_WINDOW_CHARS = 400  # about 100 tokens
+SAFETY_INPUT_S = 1.0
+
+# --- service lifecycle -----------------------------------------------------------------------------
+DRAIN_S = 20.0  # SIGTERM -> finish or hand back; a second signal stops now
+
+BLOCK_TOKENS = 16  # KV slots in a block
+
+assert HEARTBEAT_S * HEARTBEATS_MISSED_MAX < ACK_WAIT_S, "a verdict must be possible when a redelivery asks"
+assert LEASE_EXTEND_S * 3 < ACK_WAIT_S, "two lost extensions must not cost a lease"
+assert LOG_HISTORY_MAX >= OUTPUT_TOKENS_MAX + 64, "a reply of one-token chunks must fit its key's history"
+assert LOG_AGE_S >= REQUEST_DEADLINE_S + 600.0, "a live reply must never lose its head to age"
+assert IDLE_END_S > 2 * PRESENCE_S, "one lost presence message must not end a reply"
+assert CHUNK_INTERVAL_S_MIN < CHUNK_INTERVAL_S_MAX < READER_QUIET_S
+assert OUTPUT_TOKENS_MAX * 4 < PAYLOAD_BYTES_MAX

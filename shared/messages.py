@@ -1,0 +1,545 @@
+"""Every message on the bus: msgpack maps with a type tag and a version, unknown fields ignored, additive only.
+
+A field is never removed, renamed or given another meaning; `tests/contract` decodes frozen samples of each
+earlier version. Token ids travel packed as little-endian int32 (`pack_ids`), block hashes as 16 bytes each.
+Times ending in `_s` are seconds; `created_s` and the like are seconds since the epoch.
+"""
+
+import sys
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+
+from shared.outcomes import EndReason, Refusal
+from shared.tiers import Tier
+
+# --- packing ---------------------------------------------------------------------------------------
+
+
+def pack_ids(ids: Iterable[int]) -> bytes:
+    """Token ids -> little-endian int32 bytes."""
+    packed = array("i", ids)
+    if sys.byteorder == "big":
+        packed.byteswap()
+    return packed.tobytes()
+
+
+def unpack_ids(data: bytes) -> list[int]:
+    """The inverse of `pack_ids`; raises ValueError when `data` is not a whole number of int32."""
+    unpacked = array("i")
+    unpacked.frombytes(data)
+    if sys.byteorder == "big":
+        unpacked.byteswap()
+    return unpacked.tolist()
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Base of everything on the bus. The tag is the class name, `v` the version it was written with."""
+
+    v: int = 1
+
+
+# --- who and how -----------------------------------------------------------------------------------
+
+
+class Principal(msgspec.Struct, frozen=True, kw_only=True):
+    """Whose key it is. `tier` is a ceiling."""
+
+    org: str
+    user: str
+    tier: Tier
+    key_id: str
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """How tokens are drawn. Ranges are checked at the door; nobody behind it checks again.
+
+    `temperature` 0 is greedy. `top_k` 0 and `min_p` 0.0 are off. Randomness is keyed by (`seed`, position).
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] = {}
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False  # superset: benches and peers' workloads fix the length
+    seed: int | None = None  # drawn by conversation when the client gave none
+
+
+class RequestEcho(msgspec.Struct, frozen=True, kw_only=True):
+    """What the response object repeats of the request, so that every gateway can show it from the log alone."""
+
+    door: str = "responses"  # or "chat"
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    conversation_id: str | None = None
+    max_output_tokens: int | None = None
+    temperature: float = 1.0
+    top_p: float = 1.0
+    metadata: dict[str, str] = {}
+    service_tier: str = "auto"
+    background: bool = False
+    store: bool = True
+    requested_model: str = ""  # what was asked for, when the ladder or a limit chose another
+    notice: str | None = None  # said to the user: why another model answers
+
+
+class InputItem(msgspec.Struct, frozen=True, kw_only=True):
+    """One typed item of a message. Only text is produced and read so far."""
+
+    role: str  # system | developer | user | assistant
+    text: str
+    id: str = ""
+    kind: str = "text"
+
+
+# --- gateway -> conversation (`conversation.<verb>`, request/reply) ----------------------------------
+
+
+class SendMessage(Message, frozen=True, kw_only=True):
+    """A user's message, parsed and checked at the door."""
+
+    principal: Principal
+    request_id: str
+    model: str
+    items: tuple[InputItem, ...]
+    sampling: Sampling
+    echo: RequestEcho
+    idempotency_key: str | None = None
+    body_hash: bytes = b""  # of the canonical body; same key + other body is a refusal
+
+
+class Sent(Message, frozen=True, kw_only=True):
+    """The reply that is (already) being written."""
+
+    reply_id: str
+    attached: bool = False  # an earlier request with the same idempotency key made it
+
+
+class ReplyRef(Message, frozen=True, kw_only=True):
+    """Names a reply for get, cancel, delete and input_items; answered with NOT_FOUND when not the principal's."""
+
+    principal: Principal
+    request_id: str
+    reply_id: str
+
+
+class KeyLookup(Message, frozen=True, kw_only=True):
+    digest: bytes  # SHA-256 of the key; the key itself never travels
+
+
+class KeyFound(Message, frozen=True, kw_only=True):
+    principal: Principal
+
+
+class Done(Message, frozen=True, kw_only=True):
+    """It was done."""
+
+
+class InputItems(Message, frozen=True, kw_only=True):
+    items: tuple[InputItem, ...]
+
+
+class Refused(Message, frozen=True, kw_only=True):
+    refusal: Refusal
+
+
+# --- the token log -----------------------------------------------------------------------------------
+
+
+class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    input_tokens: int
+    output_tokens: int
+    cached_tokens: int = 0
+
+
+class Accepted(Message, frozen=True, kw_only=True, tag="accepted"):
+    """First entry of a reply's log: by conversation, before the lane publish."""
+
+    reply_id: str
+    org: str
+    user: str
+    created_s: float
+    model: str
+    tier: Tier
+    budget: int  # most output tokens
+    seed: int
+    input_tokens: int
+    deadline_s: float  # seconds after created_s by which the reply must have ended
+    echo: RequestEcho
+
+
+class Open(Message, frozen=True, kw_only=True, tag="open"):
+    """By the router before each dispatch; ends the right of the writer before."""
+
+    attempt: int  # 1, 2, 3
+    replica: str
+    model_version: str
+    first_index: int  # tokens in the log before it
+    router: str = ""
+
+
+class Chunk(Message, frozen=True, kw_only=True, tag="chunk"):
+    """Tokens and the text they release: by the replica. Immutable: a retry is byte-identical."""
+
+    attempt: int
+    first_index: int
+    ids: bytes  # packed int32
+    text: str
+    text_ends: tuple[int, ...]  # per token, the end of its text in `text`, in code points
+    cached_tokens: int | None = None  # prompt tokens found in the prefix cache; in an attempt's first chunk
+
+    @property
+    def count(self) -> int:
+        return len(self.ids) // 4
+
+
+class End(Message, frozen=True, kw_only=True, tag="end"):
+    """Last entry. `end` is the cancel: whoever ends a reply writes this, and nothing follows it."""
+
+    reason: EndReason
+    by: str  # service name and instance, with the attempt when a replica wrote it
+    detail: str = ""  # a sentence for a person, when `failed` or `safety`
+    checked: bool = True  # False: the safety verdict on the last window did not come in time
+    ended_s: float = 0.0
+
+
+Entry = Accepted | Open | Chunk | End
+
+
+class SequencedEntry(msgspec.Struct, frozen=True, kw_only=True):
+    """An entry and its place in the bucket's stream."""
+
+    seq: int
+    entry: Entry
+
+
+# --- lanes and replicas --------------------------------------------------------------------------------
+
+
+class GenerateRequest(Message, frozen=True, kw_only=True):
+    """One demand on the router for tokens of a reply; waits in its lane until the reply has ended."""
+
+    accepted: Accepted
+    accepted_seq: int  # stream sequence of the `accepted` entry
+    prompt: bytes  # packed int32
+    block_hashes: bytes  # 16 bytes per full block of the prompt, chained
+    sampling: Sampling  # seed filled in
+    domain: bytes = b""  # salt of the hash chain (tenant isolation)
+
+    @property
+    def reply_id(self) -> str:
+        return self.accepted.reply_id
+
+
+class Dispatch(Message, frozen=True, kw_only=True):
+    """Router -> replica: run this attempt. `written` are the token ids of the log up to `open`."""
+
+    request: GenerateRequest
+    attempt: int
+    open_seq: int  # the writer's first append expects this sequence
+    written: bytes
+    router: str
+    ack_subject: str  # the lane delivery; the replica extends it, and nothing else
+    deadline_left_s: float
+
+
+class Dispatched(Message, frozen=True, kw_only=True):
+    replica: str
+
+
+class DispatchRefused(Message, frozen=True, kw_only=True):
+    replica: str
+    reason: str  # full | draining | other_model | never_fits | bad_request | not_ready
+    detail: str = ""
+
+
+class Ask(Message, frozen=True, kw_only=True):
+    """Router -> replica after a redelivery: do you run this? If so, extend this newer delivery and report to me."""
+
+    reply_id: str
+    router: str
+    ack_subject: str
+
+
+class Holding(Message, frozen=True, kw_only=True):
+    replica: str
+    reply_id: str
+    running: bool
+    attempt: int = 0
+
+
+class AttemptOver(Message, frozen=True, kw_only=True):
+    """Replica -> the router that holds the lease: this attempt writes no more, and its blocks are free."""
+
+    reply_id: str
+    attempt: int
+    replica: str
+    outcome: str  # ended | replaced | aborted | handed_back | failed
+    detail: str = ""
+
+
+class Cancel(Message, frozen=True, kw_only=True):
+    """`end` already stands in the log; this only makes it fast."""
+
+    reply_id: str
+    reason: EndReason
+
+
+class StepModel(msgspec.Struct, frozen=True, kw_only=True):
+    """Predicted seconds of a step = base + per_token * tokens computed + per_context * context tokens read."""
+
+    base_s: float
+    per_token_s: float
+    per_context_s: float = 0.0
+
+
+class ReplicaHealth(Message, frozen=True, kw_only=True):
+    """Four a second on `health.<replica>`; the boot id changes when the process does."""
+
+    replica: str
+    boot_id: str
+    model: str
+    model_version: str
+    accepting: bool
+    blocks_total: int
+    blocks_free: int
+    running: int
+    running_max: int
+    waiting: int
+    waiting_tokens: dict[str, int]  # per tier: prompt tokens not yet computed
+    step: StepModel
+    step_age_s: float  # how long the running step has been running; 0 when idle
+    step_predicted_s: float
+    tokens_per_s: float
+    http: str = ""
+
+
+class BlocksChanged(Message, frozen=True, kw_only=True):
+    """Prefix blocks stored and evicted since the message numbered one less; `number` 0 is a whole snapshot."""
+
+    replica: str
+    boot_id: str
+    number: int
+    stored: bytes
+    evicted: bytes = b""
+
+
+class QueueView(Message, frozen=True, kw_only=True):
+    """Router -> relays, once a second while requests wait: who waits, in the order they will be served."""
+
+    router: str
+    tier: Tier
+    model: str
+    waiting: int
+    served_per_s: float  # requests leaving this queue
+    reply_ids: tuple[str, ...]  # the first of them
+
+
+# --- relay <-> gateway -----------------------------------------------------------------------------------
+
+
+class OpenStream(Message, frozen=True, kw_only=True):
+    """Gateway -> a relay: follow this reply and send frames to `inbox`. Ownership was checked before."""
+
+    reply_id: str
+    stream_id: str
+    inbox: str
+    after_seq: int = 0  # the gateway already has the log up to here (a relay died)
+    credits: int = 8
+    presence: bool = True
+
+
+class StreamOpened(Message, frozen=True, kw_only=True):
+    relay: str
+    credit_subject: str
+
+
+class Credit(Message, frozen=True, kw_only=True):
+    """Gateway -> relay: frames written to the client since the last credit; `close` when the client left."""
+
+    stream_id: str
+    count: int = 0
+    close: bool = False
+
+
+class Notice(msgspec.Struct, frozen=True, kw_only=True):
+    """Ephemeral word to a waiting client; never replayed."""
+
+    kind: str  # queued | resuming
+    position: int | None = None
+    eta_s: float | None = None
+    message: str = ""
+
+
+class Frame(Message, frozen=True, kw_only=True):
+    """Relay -> gateway: log entries in order, or a notice. `closing` says why nothing more will come."""
+
+    stream_id: str
+    number: int
+    entries: tuple[SequencedEntry, ...] = ()
+    notice: Notice | None = None
+    closing: str | None = None  # ended | gone | draining | slow
+
+
+class RelayAlive(Message, frozen=True, kw_only=True):
+    """Twice a second per relay: a gateway that misses four reopens its streams elsewhere."""
+
+    relay: str
+
+
+class Presence(Message, frozen=True, kw_only=True):
+    """A client is attached to this reply."""
+
+    reply_id: str
+
+
+# --- what is kept ------------------------------------------------------------------------------------------
+
+
+class EndedReply(Message, frozen=True, kw_only=True):
+    """A reply whole, in the ENDED stream, deduplicated by its id."""
+
+    accepted: Accepted
+    reason: EndReason
+    text: str
+    ids: bytes
+    usage: Usage
+    attempts: int
+    ended_s: float
+    checked: bool = True
+    detail: str = ""
+    first_token_s: float | None = None
+
+
+class ReplyView(Message, frozen=True, kw_only=True):
+    """What conversation knows of a reply, running or stored."""
+
+    accepted: Accepted
+    text: str = ""
+    ids: bytes = b""
+    reason: EndReason | None = None  # None while it is being written
+    usage: Usage | None = None
+    checked: bool = True
+    withdrawn: bool = False  # a later flag took the text back
+    log_alive: bool = True  # False: only the stored text is left
+    ended_s: float | None = None
+    detail: str = ""
+
+
+class UsageRecord(Message, frozen=True, kw_only=True):
+    """What one attempt cost, in the USAGE stream, deduplicated by (reply, attempt)."""
+
+    reply_id: str
+    attempt: int
+    org: str
+    user: str
+    tier: Tier
+    model: str
+    replica: str
+    input_tokens: int
+    cached_tokens: int
+    output_tokens: int
+    engine_s: float  # engine seconds, the step's time shared over its sequences
+    at_s: float
+
+
+class JournalRecord(Message, frozen=True, kw_only=True):
+    """A state change or decision with its reason and inputs; never prompts or keys."""
+
+    at_s: float
+    service: str
+    kind: str
+    reply_id: str | None = None
+    data: dict[str, Any] = {}
+
+
+# --- safety ------------------------------------------------------------------------------------------------
+
+
+class SafetyCheck(Message, frozen=True, kw_only=True):
+    stage: str  # input | output
+    text: str
+    reply_id: str = ""
+
+
+class Verdict(Message, frozen=True, kw_only=True):
+    flagged: bool
+    category: str = ""
+    rule: str = ""
+
+
+class SafetyWatch(Message, frozen=True, kw_only=True):
+    """Router -> safety at each open: read this reply's log in windows until it ends."""
+
+    reply_id: str
+
+
+class WithdrawReply(Message, frozen=True, kw_only=True):
+    """Safety -> conversation: a flag came after the end; take the stored text back."""
+
+    reply_id: str
+    category: str
+    shown_tokens: int
+
+
+Request = SendMessage | ReplyRef | KeyLookup | Dispatch | Ask | OpenStream | SafetyCheck | SafetyWatch | WithdrawReply
+Answer = (
+    Sent
+    | ReplyView
+    | KeyFound
+    | Done
+    | InputItems
+    | Refused
+    | Dispatched
+    | DispatchRefused
+    | Holding
+    | StreamOpened
+    | Verdict
+    | BlocksChanged
+)
+Event = (
+    Cancel
+    | AttemptOver
+    | ReplicaHealth
+    | BlocksChanged
+    | QueueView
+    | Credit
+    | Frame
+    | RelayAlive
+    | Presence
+    | EndedReply
+    | UsageRecord
+    | JournalRecord
+    | GenerateRequest
+    | Accepted
+    | Open
+    | Chunk
+    | End
+)
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: Message) -> bytes:
+    """A message as it stands on the bus."""
+    return _encoder.encode(message)
+
+
+T = TypeVar("T")
+
+
+def decoder(kind: type[T]) -> msgspec.msgpack.Decoder[T]:
+    """A reusable decoder of one message or a union; raises msgspec.DecodeError (ValidationError) on bad input."""
+    return msgspec.msgpack.Decoder(kind)
+
+
+def block_hash_list(packed: bytes) -> Sequence[bytes]:
+    """Packed 16-byte hashes, one by one."""
+    return [packed[at : at + 16] for at in range(0, len(packed), 16)]
