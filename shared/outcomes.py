@@ -12,7 +12,7 @@ import msgspec
 class EndReason(StrEnum):
     """Why a reply ended; stands in its `end` entry. Nothing ever moves from one reason to another."""
 
-    STOP_TOKEN = "stop_token"
+    STOP_TOKEN = "stop_token"  # noqa: S105 - a reason, no secret
     MAX_TOKENS = "max_tokens"
     STOP_SEQUENCE = "stop_sequence"
     USER_STOP = "user_stop"

@@ -100,7 +100,8 @@ class Puller(Protocol):
 
 class Bus(Protocol):
     """Errors are those of `shared.errors`: BusTimeoutError, NoRespondersError, WrongLastSequenceError,
-    StreamFullError, BusClosedError. A timeout leaves the effect unknown."""
+    StreamFullError, BusClosedError. A timeout leaves the effect unknown.
+    """
 
     @property
     def connected(self) -> bool: ...
