@@ -74,6 +74,13 @@ SAFETY_VERDICT_S = 0.3  # a natural end waits this long for its last window, the
 SAFETY_WINDOW_CHARS = 400  # about 100 tokens
 SAFETY_INPUT_S = 1.0
 
+# --- PostgreSQL ------------------------------------------------------------------------------------
+STORE_POOL_MAX = 8  # connections of one process
+STORE_CONNECT_S = 3.0
+STORE_ACQUIRE_S = 3.0  # wait for a free connection, connecting included; then the caller is told
+STORE_COMMAND_S = 5.0
+STORE_MIGRATE_S = 60.0  # one migration, or the wait for another process that migrates
+
 # --- service lifecycle -----------------------------------------------------------------------------
 DRAIN_S = 20.0  # SIGTERM -> finish or hand back; a second signal stops now
 
