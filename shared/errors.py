@@ -5,6 +5,7 @@ ChorusError
 │   └── ModelFileError     a weights or tokenizer file is malformed
 ├── RefusedError           a demand that was said no to; carries a Refusal
 ├── TokenLogError          an entry that the rules of the token log forbid
+├── LogGoneError           a log whose head, or what was already read of it, is no longer there
 └── BusError
     ├── BusTimeoutError    no answer inside the deadline; the effect is unknown
     ├── NoRespondersError  nobody listens on the subject
@@ -35,6 +36,10 @@ class RefusedError(ChorusError):
 
 
 class TokenLogError(ChorusError):
+    pass
+
+
+class LogGoneError(ChorusError):
     pass
 
 

@@ -64,6 +64,17 @@ JSON_DEPTH_MAX = 64
 # --- the bus ---------------------------------------------------------------------------------------
 REQUEST_TIMEOUT_S = 5.0  # service to service, unless a caller states less
 INBOX_MESSAGES_MAX = 4096  # a subscription's bounded inbox; what overflows is dropped and counted
+BUS_CONNECT_S = 10.0  # the first connection; past it the start fails with a sentence
+BUS_PING_S = 2.0  # a connection is stale after two unanswered ones
+BUS_RECONNECT_S_MIN = 0.1  # before each try to reconnect, for ever, jittered up to ...
+BUS_RECONNECT_S_MAX = 0.25
+BUS_UNSENT_BYTES_MAX = 8 * MIB  # written to a slow link and not yet sent; past it core publishes are dropped
+BUS_CLOSE_S = 2.0  # flush and leave
+BUS_READ_S = 2.0  # one batched direct get
+PULL_RETRY_S = 0.1  # after a pull that the server turned down
+PULL_GRACE_S = 0.5  # past its expiry a pull that was never answered counts as gone
+ARCHIVE_ACK_WAIT_S = 30.0  # ENDED and USAGE: a write to the database that takes longer is tried by another
+LOG_END_S = 10.0  # a canceller reads and appends again until an `end` stands, this long
 ENDED_AGE_S = 7 * 86_400.0
 JOURNAL_AGE_S = 3 * 86_400.0
 USAGE_AGE_S = 7 * 86_400.0
@@ -92,4 +103,5 @@ assert LOG_HISTORY_MAX >= OUTPUT_TOKENS_MAX + 64, "a reply of one-token chunks m
 assert LOG_AGE_S >= REQUEST_DEADLINE_S + 600.0, "a live reply must never lose its head to age"
 assert IDLE_END_S > 2 * PRESENCE_S, "one lost presence message must not end a reply"
 assert CHUNK_INTERVAL_S_MIN < CHUNK_INTERVAL_S_MAX < READER_QUIET_S
+assert BUS_RECONNECT_S_MIN < BUS_RECONNECT_S_MAX < ACK_WAIT_S, "a short loss of the bus must not cost a lease"
 assert OUTPUT_TOKENS_MAX * 4 < PAYLOAD_BYTES_MAX
