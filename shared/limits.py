@@ -14,6 +14,18 @@ LEASE_EXTEND_S = 0.5
 STUCK_STEP_FACTOR = 3.0  # "stuck" = this many times the predicted step
 ATTEMPTS_MAX = 3  # `open` entries of one reply; then it ends as `failed`
 
+# --- placement and dispatch --------------------------------------------------------------------------
+DISPATCH_TIMEOUT_S = 0.5  # router -> replica; then the outcome is unknown, and the replica is asked
+DISPATCH_CLAIM_S = 2.0  # a dispatch of unknown outcome takes room in the router's view this long
+REPLICA_FORGET_S = 60.0  # a replica silent this long leaves the router's view
+REPLICA_QUEUE_MAX = 2  # sequences bound to a full replica ahead of a free place; the rest can still move
+AFFINITY_PENALTY_S = 0.25  # how much later than elsewhere a first token may come for the sake of a held prefix
+ADMIT_TTFT_S_PAID = 1.0  # a replica whose queue predicts a later first token takes no more of the tier
+ADMIT_TTFT_S_FREE = 2.0
+ADMIT_TTFT_S_BACKGROUND = 10.0
+FAIR_QUANTUM_TOKENS = 1024  # a user's share per round of the fair pick
+LANE_TRICKLE_SHARE = 1 / 16  # of the tokens served while a later lane waits, what that lane may have
+
 # --- clients ---------------------------------------------------------------------------------------
 PRESENCE_S = 5.0  # a relay says "a client is attached" this often
 IDLE_END_S = 30.0  # no presence this long: the holder ends the reply as `idle`
@@ -98,6 +110,7 @@ DRAIN_S = 20.0  # SIGTERM -> finish or hand back; a second signal stops now
 BLOCK_TOKENS = 16  # KV slots in a block
 
 assert HEARTBEAT_S * HEARTBEATS_MISSED_MAX < ACK_WAIT_S, "a verdict must be possible when a redelivery asks"
+assert DISPATCH_TIMEOUT_S < ACK_WAIT_S, "an unanswered dispatch must be asked about before the lease lapses"
 assert LEASE_EXTEND_S * 3 < ACK_WAIT_S, "two lost extensions must not cost a lease"
 assert LOG_HISTORY_MAX >= OUTPUT_TOKENS_MAX + 64, "a reply of one-token chunks must fit its key's history"
 assert LOG_AGE_S >= REQUEST_DEADLINE_S + 600.0, "a live reply must never lose its head to age"

@@ -252,6 +252,7 @@ class Dispatch(Message, frozen=True, kw_only=True):
 
 class Dispatched(Message, frozen=True, kw_only=True):
     replica: str
+    number: int = 0  # the how many-th dispatch since the replica's boot: heartbeats with as many count it
 
 
 class DispatchRefused(Message, frozen=True, kw_only=True):
@@ -319,10 +320,15 @@ class ReplicaHealth(Message, frozen=True, kw_only=True):
     step_predicted_s: float
     tokens_per_s: float
     http: str = ""
+    dispatches: int = 0  # taken since boot: figures of this heartbeat cover them
+    step_tokens: int = 256  # token budget of a step
 
 
 class BlocksChanged(Message, frozen=True, kw_only=True):
-    """Prefix blocks stored and evicted since the message numbered one less; `number` 0 is a whole snapshot."""
+    """Prefix blocks stored and evicted since the message numbered one less.
+
+    A snapshot (the answer on `replica.<id>.blocks`, or `number` 0 at boot) holds the whole set as of `number`.
+    """
 
     replica: str
     boot_id: str
