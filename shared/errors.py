@@ -4,6 +4,7 @@ ChorusError
 ├── ConfigError            a setting, file or port is wrong; the sentence says what to do
 │   └── ModelFileError     a weights or tokenizer file is malformed
 ├── RefusedError           a demand that was said no to; carries a Refusal
+├── EngineError            the engine process is gone, or never came up
 ├── TokenLogError          an entry that the rules of the token log forbid
 ├── LogGoneError           a log whose head, or what was already read of it, is no longer there
 └── BusError
@@ -33,6 +34,10 @@ class RefusedError(ChorusError):
     def __init__(self, refusal: Refusal) -> None:
         super().__init__(refusal.message)
         self.refusal = refusal
+
+
+class EngineError(ChorusError):
+    pass
 
 
 class TokenLogError(ChorusError):

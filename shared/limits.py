@@ -109,6 +109,19 @@ DRAIN_S = 20.0  # SIGTERM -> finish or hand back; a second signal stops now
 
 BLOCK_TOKENS = 16  # KV slots in a block
 
+# --- the engine ------------------------------------------------------------------------------------
+ENGINE_RUNNING_MAX = 64  # sequences in one batch
+ENGINE_WAITING_MAX = 256  # sequences queued inside an engine; past it a submit is refused: queues belong in the lanes
+ENGINE_REPORTS_MAX = 1024  # step reports not yet taken; past it the engine is held back
+ENGINE_FRAME_BYTES_MAX = 16 * MIB  # between a replica and its engine
+ENGINE_START_S = 300.0  # read, build, warm up; then the start has failed
+ENGINE_STOP_S = 5.0  # asked to stop; then it is killed
+
+# --- model files -----------------------------------------------------------------------------------
+GGUF_KEYS_MAX = 4096
+GGUF_TENSORS_MAX = 16_384
+GGUF_ARRAY_MAX = 2_000_000  # a vocabulary, its scores or its merges
+
 assert HEARTBEAT_S * HEARTBEATS_MISSED_MAX < ACK_WAIT_S, "a verdict must be possible when a redelivery asks"
 assert DISPATCH_TIMEOUT_S < ACK_WAIT_S, "an unanswered dispatch must be asked about before the lease lapses"
 assert LEASE_EXTEND_S * 3 < ACK_WAIT_S, "two lost extensions must not cost a lease"
