@@ -6,6 +6,7 @@ ChorusError
 ├── RefusedError           a demand that was said no to; carries a Refusal
 ├── EngineError            the engine process is gone, or never came up
 ├── TokenLogError          an entry that the rules of the token log forbid
+├── IllegalEventError      a state machine's table has no such event in its state
 ├── LogGoneError           a log whose head, or what was already read of it, is no longer there
 └── BusError
     ├── BusTimeoutError    no answer inside the deadline; the effect is unknown
@@ -41,6 +42,10 @@ class EngineError(ChorusError):
 
 
 class TokenLogError(ChorusError):
+    pass
+
+
+class IllegalEventError(ChorusError):
     pass
 
 

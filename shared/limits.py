@@ -13,6 +13,15 @@ ACK_WAIT_S = 2.0  # an unextended lane delivery comes back after this: a questio
 LEASE_EXTEND_S = 0.5
 STUCK_STEP_FACTOR = 3.0  # "stuck" = this many times the predicted step
 ATTEMPTS_MAX = 3  # `open` entries of one reply; then it ends as `failed`
+OPENS_MAX = 12  # the same with those that were refused or handed back, which are not held against the reply
+ASK_TIMEOUT_S = 0.5  # one question to a replica; then it is asked again
+UNANSWERED_S = 3.0  # questions unanswered this long with no log progress are a verdict
+PROGRESS_CHECK_S = 0.15  # a silent replica's log is read twice, this far apart, before the verdict
+QUESTIONS_MAX = 3  # redeliveries in a row that find a reply running but its log not grown; then it is stuck
+LEASE_CHECK_S = 5.0  # a router that hears nothing of a running reply looks after it this often
+LEASE_RETRY_S = 0.25  # after a failed read, append or archive
+COMMAND_ANSWER_S = 15.0  # a command's answer that never came; the log is read again
+LOG_MISSING_S = 5.0  # a lane message whose log is missing is given back for this long
 
 # --- placement and dispatch --------------------------------------------------------------------------
 DISPATCH_TIMEOUT_S = 0.5  # router -> replica; then the outcome is unknown, and the replica is asked
@@ -25,6 +34,10 @@ ADMIT_TTFT_S_FREE = 2.0
 ADMIT_TTFT_S_BACKGROUND = 10.0
 FAIR_QUANTUM_TOKENS = 1024  # a user's share per round of the fair pick
 LANE_TRICKLE_SHARE = 1 / 16  # of the tokens served while a later lane waits, what that lane may have
+QUEUE_VIEW_S = 1.0  # while requests wait, who stands where is said this often
+QUEUE_VIEW_REPLIES_MAX = 256  # replies named in one view; who stands behind them learns that they do
+SERVED_RATE_WINDOW_S = 30.0
+SERVED_RATE_MARKS_MAX = 1024  # departures remembered per queue; more shorten the window
 
 # --- clients ---------------------------------------------------------------------------------------
 PRESENCE_S = 5.0  # a relay says "a client is attached" this often
@@ -129,5 +142,8 @@ assert LOG_HISTORY_MAX >= OUTPUT_TOKENS_MAX + 64, "a reply of one-token chunks m
 assert LOG_AGE_S >= REQUEST_DEADLINE_S + 600.0, "a live reply must never lose its head to age"
 assert IDLE_END_S > 2 * PRESENCE_S, "one lost presence message must not end a reply"
 assert CHUNK_INTERVAL_S_MIN < CHUNK_INTERVAL_S_MAX < READER_QUIET_S
+assert CHUNK_INTERVAL_S_MAX < PROGRESS_CHECK_S, "a decoding replica must show progress between two looks"
+assert ATTEMPTS_MAX < OPENS_MAX
+assert COMMAND_ANSWER_S > LOG_END_S, "a canceller at work must not be taken for lost"
 assert BUS_RECONNECT_S_MIN < BUS_RECONNECT_S_MAX < ACK_WAIT_S, "a short loss of the bus must not cost a lease"
 assert OUTPUT_TOKENS_MAX * 4 < PAYLOAD_BYTES_MAX

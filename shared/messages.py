@@ -183,6 +183,7 @@ class Open(Message, frozen=True, kw_only=True, tag="open"):
     model_version: str
     first_index: int  # tokens in the log before it
     router: str = ""
+    returned: int = 0  # opens before this one that ended in a refusal or a hand-back: they are not held against the reply
 
 
 class Chunk(Message, frozen=True, kw_only=True, tag="chunk"):
@@ -248,11 +249,13 @@ class Dispatch(Message, frozen=True, kw_only=True):
     router: str
     ack_subject: str  # the lane delivery; the replica extends it, and nothing else
     deadline_left_s: float
+    delivered: int = 0  # of that delivery: the replica extends and reports to the newest it heard of
 
 
 class Dispatched(Message, frozen=True, kw_only=True):
     replica: str
     number: int = 0  # the how many-th dispatch since the replica's boot: heartbeats with as many count it
+    router: str = ""  # whom it reports to: another one when that one's delivery is newer
 
 
 class DispatchRefused(Message, frozen=True, kw_only=True):
@@ -267,6 +270,7 @@ class Ask(Message, frozen=True, kw_only=True):
     reply_id: str
     router: str
     ack_subject: str
+    delivered: int = 0  # an older delivery than the replica knows of changes nothing there
 
 
 class Holding(Message, frozen=True, kw_only=True):
@@ -274,6 +278,7 @@ class Holding(Message, frozen=True, kw_only=True):
     reply_id: str
     running: bool
     attempt: int = 0
+    router: str = ""  # whom it reports to: another one when that one's delivery is newer
 
 
 class AttemptOver(Message, frozen=True, kw_only=True):
@@ -282,7 +287,7 @@ class AttemptOver(Message, frozen=True, kw_only=True):
     reply_id: str
     attempt: int
     replica: str
-    outcome: str  # ended | replaced | aborted | handed_back | failed
+    outcome: str  # ended | replaced | aborted | handed_back | failed | adopted (runs on, reports to a newer delivery)
     detail: str = ""
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from shared.errors import TokenLogError
-from shared.limits import ATTEMPTS_MAX, CHUNK_TOKENS_MAX, EVENT_GAP
+from shared.limits import ATTEMPTS_MAX, CHUNK_TOKENS_MAX, EVENT_GAP, OPENS_MAX
 from shared.messages import (
     Accepted,
     Chunk,
@@ -68,6 +68,7 @@ class LogView:
     opened: Open | None = None
     open_seq: int = 0
     attempts: int = 0
+    returned: int = 0  # of the attempts, those refused or handed back
     ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)  # per token, the text it releases
     cached_tokens: int = 0
@@ -102,7 +103,9 @@ class LogView:
             raise TokenLogError(f"attempt {entry.attempt} follows attempt {self.attempts}")
         if entry.first_index != len(self.ids):
             raise TokenLogError(f"open at token {entry.first_index}, but the log holds {len(self.ids)}")
-        self.opened, self.open_seq, self.attempts = entry, seq, entry.attempt
+        if not self.returned <= entry.returned <= self.attempts:
+            raise TokenLogError(f"{entry.returned} of {self.attempts} attempts given back, after {self.returned}")
+        self.opened, self.open_seq, self.attempts, self.returned = entry, seq, entry.attempt, entry.returned
 
     def _chunk(self, entry: Chunk) -> None:
         if self.opened is None or entry.attempt != self.opened.attempt:
@@ -153,8 +156,8 @@ def chunk_texts(chunk: Chunk) -> list[str]:
 
 
 def attempts_left(view: LogView) -> int:
-    """Attempts are counted by `open` entries, never by deliveries."""
-    return ATTEMPTS_MAX - view.attempts
+    """Attempts are counted by `open` entries, never by deliveries; those given back unharmed are not held against it."""
+    return min(ATTEMPTS_MAX - (view.attempts - view.returned), OPENS_MAX - view.attempts)
 
 
 # --- a canceller ------------------------------------------------------------------------------------------
