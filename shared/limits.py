@@ -45,6 +45,10 @@ IDLE_END_S = 30.0  # no presence this long: the holder ends the reply as `idle`
 SLOW_READER_S = 10.0  # a client that takes nothing this long with a full buffer is dropped; it can resume
 SSE_PING_S = 10.0  # longest silence on an open stream before a comment line
 STREAM_CREDITS = 32  # frames in flight relay -> gateway per stream; the relay holds the rest back
+FRAME_BYTES_MAX = 256 * KIB  # entries in one frame relay -> gateway; a client that is behind gets several
+RELAY_ALIVE_S = 0.5  # a gateway that misses four opens its streams elsewhere
+RELAY_STREAMS_MAX = 20_000  # of one relay; past it an open is refused, and the gateway asks again
+LOG_LOOK_S = 0.5  # how long a relay looks for a log that is not there before it says so
 READER_QUIET_S = 1.0  # a log reader with nothing for this long asks again from its next sequence
 
 # --- the token log ---------------------------------------------------------------------------------
@@ -146,4 +150,5 @@ assert CHUNK_INTERVAL_S_MAX < PROGRESS_CHECK_S, "a decoding replica must show pr
 assert ATTEMPTS_MAX < OPENS_MAX
 assert COMMAND_ANSWER_S > LOG_END_S, "a canceller at work must not be taken for lost"
 assert BUS_RECONNECT_S_MIN < BUS_RECONNECT_S_MAX < ACK_WAIT_S, "a short loss of the bus must not cost a lease"
+assert FRAME_BYTES_MAX * 2 < PAYLOAD_BYTES_MAX, "a frame and its envelope must fit a bus message"
 assert OUTPUT_TOKENS_MAX * 4 < PAYLOAD_BYTES_MAX

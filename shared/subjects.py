@@ -153,6 +153,11 @@ class Names:
     def queue(self, tier: Tier, model: str) -> str:
         return f"{self.region}.queue.{tier}.{subject_token(model)}"
 
+    @property
+    def queue_filter(self) -> str:
+        """Every queue's view: relays turn them into position and ETA."""
+        return f"{self.region}.queue.>"
+
     def cancel(self, reply: str) -> str:
         return f"{self.region}.control.cancel.{reply}"
 
