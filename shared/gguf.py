@@ -10,7 +10,7 @@ Tensors of five types are read: F32, F16, Q8_0, Q4_0, Q4_1. Nothing is dequantis
 
 import mmap
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -94,7 +94,9 @@ class GgufFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         self.close()
 
     # typed reads of the metadata
@@ -265,5 +267,7 @@ def _placed(tensor: TensorInfo, data_at: int, reader: _Reader) -> TensorInfo:
     """The entry with its offset from the start of the file, checked against the file's size."""
     start = data_at + tensor.offset
     if start + tensor.size > reader.size:
-        raise reader.fail(f"{tensor.name} ends at byte {start + tensor.size}, but the file has {reader.size}: it is cut")
+        raise reader.fail(
+            f"{tensor.name} ends at byte {start + tensor.size}, but the file has {reader.size}: it is cut"
+        )
     return TensorInfo(tensor.name, tensor.shape, tensor.type, start, tensor.size)
