@@ -1,0 +1,1 @@
+"""The router: lanes in, placed attempts out; it alone acks a lane message."""
