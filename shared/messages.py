@@ -183,7 +183,7 @@ class Open(Message, frozen=True, kw_only=True, tag="open"):
     model_version: str
     first_index: int  # tokens in the log before it
     router: str = ""
-    returned: int = 0  # opens before this one that ended in a refusal or a hand-back: they are not held against the reply
+    returned: int = 0  # opens before this one that were refused or handed back: not held against the reply
 
 
 class Chunk(Message, frozen=True, kw_only=True, tag="chunk"):

@@ -103,7 +103,7 @@ class LogView:
             raise TokenLogError(f"attempt {entry.attempt} follows attempt {self.attempts}")
         if entry.first_index != len(self.ids):
             raise TokenLogError(f"open at token {entry.first_index}, but the log holds {len(self.ids)}")
-        if not self.returned <= entry.returned <= self.attempts:
+        if entry.returned - self.returned not in (0, min(1, self.attempts)):
             raise TokenLogError(f"{entry.returned} of {self.attempts} attempts given back, after {self.returned}")
         self.opened, self.open_seq, self.attempts, self.returned = entry, seq, entry.attempt, entry.returned
 
@@ -156,7 +156,7 @@ def chunk_texts(chunk: Chunk) -> list[str]:
 
 
 def attempts_left(view: LogView) -> int:
-    """Attempts are counted by `open` entries, never by deliveries; those given back unharmed are not held against it."""
+    """Attempts are counted by `open` entries, never by deliveries; those given back unharmed do not count."""
     return min(ATTEMPTS_MAX - (view.attempts - view.returned), OPENS_MAX - view.attempts)
 
 
