@@ -47,6 +47,16 @@ def reply_place(reply: str) -> ReplyPlace | None:
     return ReplyPlace(reply[5:-tail], int(reply[-tail:-_ULID_CHARS], 16))
 
 
+def reply_made_s(reply: str) -> float:
+    """When a reply id was made, seconds since the epoch; raises ValueError for what is none."""
+    if reply_place(reply) is None:
+        raise ValueError(f"{reply!r} is not a reply id")
+    made_ms = 0
+    for char in reply[-_ULID_CHARS:-16]:
+        made_ms = made_ms * 32 + _CROCKFORD.index(char)
+    return made_ms / 1000
+
+
 def conversation_id(now_ms: int, entropy: bytes) -> str:
     return "conv_" + ulid(now_ms, entropy)
 
