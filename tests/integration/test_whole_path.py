@@ -43,7 +43,9 @@ def start_background(wire: Wire, tokens: int, **more: Any) -> str:
 
 def blocks_free(chorus: System) -> float:
     names = [s["name"] for s in chorus.ready["services"] if s["name"].startswith("replica-")]
-    return sum(value for name in names for key, value in chorus.metrics(name).items() if key.startswith("chorus_blocks_free"))
+    return sum(
+        value for name in names for key, value in chorus.metrics(name).items() if key.startswith("chorus_blocks_free")
+    )
 
 
 def test_streamed_reply_has_the_events_in_order(wires: list[Wire]) -> None:
@@ -103,7 +105,9 @@ def test_live_cuts_resume_on_the_other_gateway(wires: list[Wire]) -> None:
     reference = wires[0].stream(message(60))
 
     def one(index: int) -> Heard:
-        mine = [Wire(str(wire.http.base_url), wire.http.headers["Authorization"].removeprefix("Bearer ")) for wire in wires]
+        mine = [
+            Wire(str(wire.http.base_url), wire.http.headers["Authorization"].removeprefix("Bearer ")) for wire in wires
+        ]
         heard = mine[0].stream(message(60), until=1000 + 16 * index)
         return mine[1].resume(heard.reply_id, heard.last, heard)
 

@@ -1,0 +1,195 @@
+"""Who may say and hear what on the bus: one NATS user per service, each with its own inbox.
+
+    gateway ──ask──> conversation ──lane──> router ──dispatch──> replica ──chunks──> token logs ──live──> relay, safety
+       ^                  ^                    │                                                           │
+       └── frames ────────┼──── ENDED ─────────┘                                                           │
+             └────────────┼───────────────────────────── relay <───────────────────────────────────────────┘
+
+The subjects are those of `shared.subjects`. An answer goes to the asker's inbox: `responds` lets a service publish
+there, once per request it received, and nowhere else. A wildcard stands for whole subject tokens only, so the log
+buckets are named one by one.
+"""
+
+from dataclasses import dataclass
+
+from shared.subjects import Names
+from shared.tiers import Tier
+
+SERVICES = ("gateway", "conversation", "router", "replica", "relay", "safety", "usage", "fleet")
+OPERATOR = "ops"
+USERS = (*SERVICES, OPERATOR)
+
+_API = "$JS.API"
+
+
+@dataclass(frozen=True)
+class Permissions:
+    """Subject patterns one user may publish to and subscribe to."""
+
+    publish: tuple[str, ...]
+    subscribe: tuple[str, ...]
+    responds: bool = False
+
+
+def inbox_prefix(user: str) -> str:
+    """Under this a user's answers arrive; nobody else may listen there."""
+    return f"_INBOX_{user}"
+
+
+def permissions(names: Names, shards: int) -> dict[str, Permissions]:
+    """Every user's permissions in one region with `shards` log buckets."""
+    bus = _Patterns(names, shards)
+    region = names.region
+    said: dict[str, list[str]] = {
+        "gateway": [
+            names.conversation("*"),
+            names.relay_open,
+            names.credit("*"),
+        ],
+        "conversation": [
+            *bus.append_logs,
+            *bus.read_logs,
+            *bus.purge_logs,
+            f"{region}.lane.>",
+            names.ended("*"),
+            names.cancel("*"),
+            names.safety_check,
+            *bus.consume(names.ended_stream),
+            *bus.declare,
+        ],
+        "router": [
+            *bus.append_logs,
+            *bus.read_logs,
+            names.dispatch("*"),
+            names.ask("*"),
+            names.blocks_snapshot("*"),
+            names.ended("*"),
+            names.cancel("*"),
+            f"{region}.queue.>",
+            names.safety_watch,
+            names.conversation("*"),
+            *(pattern for tier in Tier for pattern in bus.consume(names.lane_stream(tier))),
+            *bus.declare,
+        ],
+        "replica": [
+            *bus.append_logs,
+            *bus.read_logs,
+            names.health("*"),
+            names.blocks("*"),
+            names.attempt_over("*"),
+            names.usage("*"),
+            names.safety_check,
+            *(bus.acknowledge(names.lane_stream(tier)) for tier in Tier),  # it extends; it neither acks nor naks
+            *bus.declare,
+        ],
+        "relay": [
+            *bus.read_logs,
+            names.frames("*", "*"),
+            names.presence("*"),
+            names.relay_alive,
+            *bus.declare,
+        ],
+        "safety": [
+            *bus.append_logs,
+            *bus.read_logs,
+            names.cancel("*"),
+            names.conversation("withdraw"),
+            *bus.declare,
+        ],
+        "usage": [*bus.consume(names.usage_stream), *bus.declare],
+        "fleet": [names.drain("*"), *bus.state_bucket],
+    }
+    heard: dict[str, list[str]] = {
+        "gateway": [names.frames("*", "*"), names.relay_alive, names.keys],
+        "conversation": [names.conversation("*"), names.keys],
+        "router": [
+            names.health("*"),
+            names.blocks("*"),
+            names.presence("*"),
+            names.cancel("*"),
+            names.attempt_over("*"),
+            *bus.live,
+        ],
+        "replica": [
+            names.dispatch("*"),
+            names.ask("*"),
+            names.blocks_snapshot("*"),
+            names.cancel("*"),
+            names.drain("*"),
+            names.presence("*"),
+        ],
+        "relay": [names.relay_open, names.credit("*"), f"{region}.queue.>", *bus.live],
+        "safety": [names.safety_check, names.safety_watch, *bus.live],
+        "usage": [],
+        "fleet": [names.health("*"), f"{region}.queue.>"],
+    }
+    responders = {"conversation", "replica", "relay", "safety"}
+    table = {
+        user: Permissions(
+            publish=(names.journal(user), *said[user]),
+            subscribe=(f"{inbox_prefix(user)}.>", *heard[user]),
+            responds=user in responders,
+        )
+        for user in SERVICES
+    }
+    table[OPERATOR] = Permissions(publish=(">",), subscribe=(">",))
+    return table
+
+
+class _Patterns:
+    """JetStream subjects by what they are for."""
+
+    def __init__(self, names: Names, shards: int) -> None:
+        logs = [names.log_stream(shard) for shard in range(shards)]
+        streams = [
+            *logs,
+            *(names.lane_stream(tier) for tier in Tier),
+            names.ended_stream,
+            names.journal_stream,
+            names.usage_stream,
+        ]
+        self.append_logs = [names.log_filter(shard) for shard in range(shards)]
+        self.live = [names.live_filter(shard) for shard in range(shards)]
+        # The bare subject takes a batched request; with a subject behind it, the last entry of that subject.
+        self.read_logs = [f"{_API}.DIRECT.GET.{log}{tail}" for log in logs for tail in ("", ".>")]
+        self.purge_logs = [f"{_API}.STREAM.PURGE.{log}" for log in logs]
+        # Any service may run the idempotent apply step at its start.
+        self.declare = [f"{_API}.STREAM.{verb}.{name}" for name in streams for verb in ("INFO", "CREATE", "UPDATE")]
+        state = f"{names.region}_fleet"
+        self.state_bucket = [
+            f"$KV.{state}.>",
+            f"{_API}.DIRECT.GET.KV_{state}.>",
+            *(f"{_API}.STREAM.{verb}.KV_{state}" for verb in ("INFO", "CREATE", "UPDATE")),
+        ]
+
+    def consume(self, stream: str) -> list[str]:
+        """Declare durable consumers of `stream`, pull from them, acknowledge."""
+        return [
+            f"{_API}.CONSUMER.INFO.{stream}.*",
+            f"{_API}.CONSUMER.CREATE.{stream}.>",
+            f"{_API}.CONSUMER.DURABLE.CREATE.{stream}.*",
+            f"{_API}.CONSUMER.MSG.NEXT.{stream}.*",
+            self.acknowledge(stream),
+        ]
+
+    def acknowledge(self, stream: str) -> str:
+        return f"$JS.ACK.{stream}.>"
+
+
+def matches(pattern: str, subject: str) -> bool:
+    """Whether a NATS pattern (`*` one token, `>` one or more at the end) covers a subject."""
+    wanted, given = pattern.split("."), subject.split(".")
+    for index, part in enumerate(wanted):
+        if part == ">":
+            return len(given) > index
+        if index >= len(given) or part not in ("*", given[index]):
+            return False
+    return len(wanted) == len(given)
+
+
+def may_publish(who: Permissions, subject: str) -> bool:
+    return any(matches(pattern, subject) for pattern in who.publish)
+
+
+def may_subscribe(who: Permissions, subject: str) -> bool:
+    return any(matches(pattern, subject) for pattern in who.subscribe)
