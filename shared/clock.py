@@ -41,3 +41,7 @@ def new_conversation_id() -> str:
 
 def new_item_id() -> str:
     return ids.item_id(int(time.time() * 1000), os.urandom(ids.ENTROPY_BYTES))
+
+
+def new_key_id() -> str:
+    return ids.key_id(int(time.time() * 1000), os.urandom(ids.ENTROPY_BYTES))

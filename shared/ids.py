@@ -66,6 +66,11 @@ def item_id(now_ms: int, entropy: bytes) -> str:
     return "msg_" + ulid(now_ms, entropy)
 
 
+def key_id(now_ms: int, entropy: bytes) -> str:
+    """The id of an API key's row: what is listed, logged and revoked."""
+    return "key_" + ulid(now_ms, entropy)
+
+
 def output_item_id(reply: str) -> str:
     """The reply's own text item: a pure function of the reply, so every gateway names it alike."""
     return "msg_" + reply.removeprefix("resp_")
