@@ -63,6 +63,7 @@ CHUNK_INTERVAL_S_MAX = 0.14  # ... and at least this often, under load
 APPEND_TIMEOUT_S = 2.0  # one append; then it is tried again, byte-identical
 CATCH_UP_BATCH = 256  # entries asked for in one batched direct get
 CATCH_UP_BYTES_MAX = 512 * KIB
+FOLLOW_INBOX_MAX = 256  # live entries waiting for one log reader; what overflows is a hole, and fetched
 EVENT_GAP = 16  # event numbers per token; the gaps hold structural events
 
 # --- requests --------------------------------------------------------------------------------------
