@@ -138,6 +138,12 @@ class KeyFound(Message, frozen=True, kw_only=True):
     principal: Principal
 
 
+class KeyRevoked(Message, frozen=True, kw_only=True):
+    """On `control.keys`: whoever has this key in a cache forgets it now."""
+
+    key_id: str
+
+
 class Done(Message, frozen=True, kw_only=True):
     """It was done."""
 
@@ -528,6 +534,7 @@ Event = (
     | EndedReply
     | UsageRecord
     | JournalRecord
+    | KeyRevoked
     | GenerateRequest
     | Accepted
     | Open
