@@ -48,6 +48,7 @@ STREAM_CREDITS = 32  # frames in flight relay -> gateway per stream; the relay h
 FRAME_BYTES_MAX = 256 * KIB  # entries in one frame relay -> gateway; a client that is behind gets several
 RELAY_ALIVE_S = 0.5  # a gateway that misses four opens its streams elsewhere
 RELAY_STREAMS_MAX = 20_000  # of one relay; past it an open is refused, and the gateway asks again
+CATCH_UPS_MAX = 64  # logs one relay looks up at the same time, when many clients come at once
 LOG_LOOK_S = 0.5  # how long a relay looks for a log that is not there before it says so
 READER_QUIET_S = 1.0  # a log reader with nothing for this long asks again from its next sequence
 
