@@ -49,7 +49,7 @@ def permissions(names: Names, shards: int) -> dict[str, Permissions]:
         "conversation": [
             *bus.append_logs,
             *bus.read_logs,
-            *bus.purge_logs,
+            *bus.purge,
             f"{region}.lane.>",
             names.ended("*"),
             names.cancel("*"),
@@ -126,7 +126,7 @@ def permissions(names: Names, shards: int) -> dict[str, Permissions]:
     responders = {"conversation", "replica", "relay", "safety"}
     table = {
         user: Permissions(
-            publish=(names.journal(user), *said[user]),
+            publish=(f"{inbox_prefix(user)}.>", names.journal(user), *said[user]),
             subscribe=(f"{inbox_prefix(user)}.>", *heard[user]),
             responds=user in responders,
         )
@@ -152,9 +152,11 @@ class _Patterns:
         self.live = [names.live_filter(shard) for shard in range(shards)]
         # The bare subject takes a batched request; with a subject behind it, the last entry of that subject.
         self.read_logs = [f"{_API}.DIRECT.GET.{log}{tail}" for log in logs for tail in ("", ".>")]
-        self.purge_logs = [f"{_API}.STREAM.PURGE.{log}" for log in logs]
-        # Any service may run the idempotent apply step at its start.
+        self.purge = [f"{_API}.STREAM.PURGE.{name}" for name in (*logs, names.ended_stream)]
+        # Any service behind the gateway may run the idempotent apply step at its start: streams and their consumers.
         self.declare = [f"{_API}.STREAM.{verb}.{name}" for name in streams for verb in ("INFO", "CREATE", "UPDATE")]
+        consumed = [*(names.lane_stream(tier) for tier in Tier), names.ended_stream, names.usage_stream]
+        self.declare += [f"{_API}.CONSUMER.CREATE.{name}.>" for name in consumed]
         state = f"{names.region}_fleet"
         self.state_bucket = [
             f"$KV.{state}.>",
@@ -163,11 +165,9 @@ class _Patterns:
         ]
 
     def consume(self, stream: str) -> list[str]:
-        """Declare durable consumers of `stream`, pull from them, acknowledge."""
+        """Pull from the durable consumers of `stream`, look at them, acknowledge."""
         return [
             f"{_API}.CONSUMER.INFO.{stream}.*",
-            f"{_API}.CONSUMER.CREATE.{stream}.>",
-            f"{_API}.CONSUMER.DURABLE.CREATE.{stream}.*",
             f"{_API}.CONSUMER.MSG.NEXT.{stream}.*",
             self.acknowledge(stream),
         ]

@@ -2,19 +2,25 @@
 
 import asyncio
 import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 
 import asyncpg
 import nats
 import pytest
 import redis.asyncio as redis
-from nats.errors import Error as NatsError
-from nats.js.errors import APIError
 
 from ops.credentials import load_credentials
 from ops.permissions import USERS, inbox_prefix
 from ops.servers.nats import NatsServer
 from ops.servers.valkey import ValkeyServer
+from shared.bus import Bus
+from shared.bus.nats import connect
+from shared.errors import BusTimeoutError
+from shared.ids import reply_id
+from shared.tiers import Tier
+from shared.topology import topology
 from tests.integration.servers import RunningNats, RunningPostgres, RunningValkey
 
 ANSWER_S = 2.0
@@ -99,26 +105,52 @@ async def test_a_gateway_cannot_write_a_token_log(nats_server: RunningNats):
     await client.close()
 
 
-async def test_a_router_works_its_lane(fresh_nats: RunningNats):
-    """Within its permissions the router declares a lane and its consumer, pulls, extends and acknowledges."""
+@asynccontextmanager
+async def bus_of(server: RunningNats, user: str) -> AsyncIterator[Bus]:
+    name, password = server.user(user)
+    bus = await connect(server.url, user=name, password=password, inbox_prefix=inbox_prefix(user))
+    try:
+        yield bus
+    finally:
+        await bus.close()
+
+
+@pytest.mark.parametrize("user", ["conversation", "router", "replica", "relay", "safety", "usage"])
+async def test_any_service_behind_the_gateway_may_declare_the_streams(nats_server: RunningNats, user: str):
+    """The idempotent apply step runs under each service's own user."""
+    async with bus_of(nats_server, user) as bus:
+        await bus.apply(*topology(nats_server.names, ["m"]))
+
+
+async def test_a_request_goes_its_way_under_each_one_s_own_user(fresh_nats: RunningNats):
+    """Conversation writes log and lane; the router pulls, opens, acks; the replica extends and appends; relays read."""
     names = fresh_nats.names
-    errors: list[Exception] = []
-    router, sender = await connected(fresh_nats, "router", errors), await connected(fresh_nats, "conversation", errors)
-    stream = "local_LANE_PAID"
-    await router.jetstream().add_stream(name=stream, subjects=["local.lane.paid.>"], retention="workqueue")
-    await sender.jetstream().publish("local.lane.paid.m.0", b"request")
-    subscription = await router.jetstream().pull_subscribe(
-        "local.lane.paid.m.0", durable="lane_paid_m_0", stream=stream
-    )
-    (message,) = await subscription.fetch(1, timeout=ANSWER_S)
-    await message.in_progress()
-    await message.ack_sync(timeout=ANSWER_S)
-    assert (await router.jetstream().stream_info(stream)).state.messages == 0
-    with pytest.raises((APIError, NatsError, TimeoutError)):
-        await router.jetstream(timeout=0.3).delete_stream(stream)
-    assert names.region == "local"
-    await router.close()
-    await sender.close()
+    reply = reply_id("local", 1, 1, b"0123456789")
+    log, lane = names.log_subject(reply), names.lane_stream(Tier.PAID)
+    async with AsyncExitStack() as stack:
+        conversation, router, replica, relay = [
+            await stack.enter_async_context(bus_of(fresh_nats, user))
+            for user in ("conversation", "router", "replica", "relay")
+        ]
+        await conversation.apply(*topology(names, ["m"]))
+        live = await relay.subscribe(names.live(reply))
+        first = await conversation.append(log, b"accepted", expected_last_seq=0, timeout_s=ANSWER_S)
+        await conversation.append(names.lane_subject(Tier.PAID, "m", 0), b"request", timeout_s=ANSWER_S)
+        (delivery,) = await router.puller(lane, names.lane_consumer(Tier.PAID, "m", 0)).pull(1, ANSWER_S)
+        second = await router.append(log, b"open", expected_last_seq=first, timeout_s=ANSWER_S)
+        await replica.extend(delivery.ack_subject)
+        await replica.append(log, b"chunk", expected_last_seq=second, timeout_s=ANSWER_S)
+        await router.ack(delivery.ack_subject)
+        got = [await live.next(ANSWER_S) for _ in range(3)]
+        assert [entry.data for entry in got if entry] == [b"accepted", b"open", b"chunk"]
+        stored = await relay.read(names.log_stream_of(reply), log, from_seq=1, most=10)
+        assert [entry.data for entry in stored] == [b"accepted", b"open", b"chunk"]
+        last = await replica.last(names.log_stream_of(reply), log)
+        assert last is not None
+        assert last.data == b"chunk"
+        assert await router.stream_bytes(names.log_stream_of(reply)) > 0
+        with pytest.raises(BusTimeoutError):  # and a relay may not write
+            await relay.append(log, b"forged", expected_last_seq=last.seq, timeout_s=0.3)
 
 
 async def test_postgres_recovers_from_a_kill(tmp_path):
