@@ -91,6 +91,21 @@ METADATA_KEY_CHARS_MAX = 64
 METADATA_VALUE_CHARS_MAX = 512
 IDEMPOTENCY_KEY_CHARS_MAX = 255
 JSON_DEPTH_MAX = 64
+LOGIT_BIAS_MAX = 1024
+INPUT_BYTES_MAX = 768 * KIB  # all text of a request as UTF-8; it must fit a bus message
+
+# --- the gateway -----------------------------------------------------------------------------------
+GATEWAY_STREAMS_MAX = 20_000  # replies one gateway follows at once; past it 503
+KEY_FRESH_S = 60.0  # a cached key is asked about again after this
+KEY_STALE_S_MAX = 600.0  # ... and stays valid this long while nobody can be asked
+KEY_UNKNOWN_S = 5.0  # an unknown key is not asked about again for this long
+KEY_LOOKUP_S = 2.0
+KEY_CACHE_MAX = 20_000  # keys, known and unknown; the least recently used goes
+CONVERSATION_TRY_S = 3.0  # nobody there: a command is tried again this long, then 503
+RELAY_MISSED_MAX = 4  # missed words of a relay; then its streams are opened elsewhere
+RELAY_TRY_S = 0.25  # between two tries to open a stream
+RELAY_OPEN_S = 1.0  # one try
+RELAY_GONE_S = 20.0  # no relay this long: the client's connection is dropped; it can resume
 
 # --- the bus ---------------------------------------------------------------------------------------
 REQUEST_TIMEOUT_S = 5.0  # service to service, unless a caller states less
@@ -154,3 +169,5 @@ assert COMMAND_ANSWER_S > LOG_END_S, "a canceller at work must not be taken for 
 assert BUS_RECONNECT_S_MIN < BUS_RECONNECT_S_MAX < ACK_WAIT_S, "a short loss of the bus must not cost a lease"
 assert FRAME_BYTES_MAX * 2 < PAYLOAD_BYTES_MAX, "a frame and its envelope must fit a bus message"
 assert OUTPUT_TOKENS_MAX * 4 < PAYLOAD_BYTES_MAX
+assert INPUT_BYTES_MAX < PAYLOAD_BYTES_MAX
+assert RELAY_ALIVE_S * RELAY_MISSED_MAX + RELAY_OPEN_S < IDLE_END_S, "a relay's death must not end a reply as idle"
