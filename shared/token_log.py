@@ -287,11 +287,17 @@ class LogWriter:
         return self._in_flight
 
     def refused(self, standing: SequencedEntry | None) -> WriterState:
-        """Another sequence stands last. `standing` is the last entry: ours when an earlier try had landed."""
+        """Another sequence stands last. `standing` is the last entry: ours when an earlier try had landed.
+
+        None: the log is gone. An entry not past the expected one was read from a copy that lags: the append stays
+        in flight, read again.
+        """
         sent = self._in_flight
         if sent is None:
             raise TokenLogError("a refusal with nothing in flight")
-        if standing is not None and standing.seq > sent.expected_seq and standing.entry == sent.entry:
+        if standing is not None and standing.seq <= sent.expected_seq:
+            return self.state
+        if standing is not None and standing.entry == sent.entry:
             self.acked(standing.seq)
         else:
             self._in_flight = None

@@ -215,6 +215,8 @@ class Lease:
         return self._pause(now, LEASE_RETRY_S)
 
     def _log_read(self, event: LogRead, now: float) -> list[Command]:
+        if 0 < event.view.last_seq < self.view.last_seq:
+            return self._pause(now, LEASE_RETRY_S)  # a copy of the stream that lags answered
         self.view = event.view
         if self.view.last_seq != self._still[0]:
             self._still, self._unanswered_s = (self.view.last_seq, now), None
@@ -257,10 +259,11 @@ class Lease:
 
     def _gave_up(self, opened: Open, now: float) -> bool:
         """The verdict on the last attempt: no progress, and a reason to think that none will come."""
-        if self._question[1] >= QUESTIONS_MAX and self._question[0] == self.view.last_seq:
-            return True
+        still_s = now - self._still[1]
         if self._suspect(opened.replica, now):
-            return now - self._still[1] >= PROGRESS_CHECK_S
+            return still_s >= PROGRESS_CHECK_S
+        if self._question[1] >= QUESTIONS_MAX and self._question[0] == self.view.last_seq:
+            return still_s >= UNANSWERED_S
         return self._unanswered_s is not None and now - self._unanswered_s >= UNANSWERED_S
 
     def _attempt_over(self, now: float) -> list[Command]:
@@ -538,6 +541,8 @@ class LeaseTable:
     hold while they wait is the shell's to bound (ROUTER_HELD_MAX): it pulls no more than it has room for.
     """
 
+    lease_type: ClassVar[type[Lease]] = Lease
+
     def __init__(self, router: str, *, suspect: Suspect, now: float) -> None:
         self._router = router
         self._started = now
@@ -548,6 +553,11 @@ class LeaseTable:
 
     def __len__(self) -> int:
         return len(self._leases)
+
+    @property
+    def next_wake(self) -> float:
+        """Nothing is due before this time."""
+        return self._timers[0][0] if self._timers else float("inf")
 
     def get(self, reply_id: str) -> Lease | None:
         return self._leases.get(reply_id)
@@ -589,7 +599,7 @@ class LeaseTable:
         return commands
 
     def _take(self, event: Delivered, now: float) -> list[Command]:
-        lease = Lease(event, router=self._router, suspect=self._suspect, now=now)
+        lease = self.lease_type(event, router=self._router, suspect=self._suspect, now=now)
         self._leases[event.reply_id] = lease
         commands = lease.start(now)
         if self._draining:
