@@ -162,7 +162,8 @@ class Lease:
         """When the next Tick may have something to do."""
         if self.state is State.GONE:
             return float("inf")
-        times = [self._deadline if self._ending is None else float("inf")]
+        may_expire = self._ending is None and (self.state is State.WAITING or self.state in _ATTEMPT_STATES)
+        times = [self._deadline if may_expire else float("inf")]
         if self.state is State.WAITING:
             times.append(float("inf") if self._exempt else self._present_at + IDLE_END_S)
         else:
@@ -548,7 +549,8 @@ class LeaseTable:
         self._started = now
         self._fleet_suspect = suspect
         self._leases: dict[str, Lease] = {}
-        self._timers: list[tuple[float, str]] = []  # lazily: a lease's true time is its wake_at
+        self._timers: list[tuple[float, str]] = []
+        self._due: dict[str, float] = {}  # per lease the one timer that counts; others in the heap are void
         self._draining = False
 
     def __len__(self) -> int:
@@ -585,17 +587,16 @@ class LeaseTable:
         return commands
 
     def on_tick(self, now: float) -> list[Command]:
-        """Whatever is due."""
-        commands: list[Command] = []
+        """Whatever is due, each lease once."""
+        due: list[Lease] = []
         while self._timers and self._timers[0][0] <= now:
-            _, reply_id = heapq.heappop(self._timers)
-            lease = self._leases.get(reply_id)
-            if lease is None:
-                continue
-            if lease.wake_at <= now:
-                commands += self._step(lease, Tick(), now)
-            else:
-                heapq.heappush(self._timers, (lease.wake_at, reply_id))
+            at, reply_id = heapq.heappop(self._timers)
+            if self._due.get(reply_id) == at:
+                del self._due[reply_id]
+                due.append(self._leases[reply_id])
+        commands: list[Command] = []
+        for lease in due:
+            commands += self._step(lease, Tick(), now)
         return commands
 
     def _take(self, event: Delivered, now: float) -> list[Command]:
@@ -604,17 +605,23 @@ class LeaseTable:
         commands = lease.start(now)
         if self._draining:
             commands += lease.on(Drain(), now)
-        heapq.heappush(self._timers, (lease.wake_at, lease.reply_id))
+        self._schedule(lease)
         return commands
 
     def _step(self, lease: Lease, event: Any, now: float) -> list[Command]:
-        before = lease.wake_at
         commands = lease.on(event, now)
         if lease.state is State.GONE:
             del self._leases[lease.reply_id]
-        elif lease.wake_at < before or isinstance(event, Tick):
-            heapq.heappush(self._timers, (lease.wake_at, lease.reply_id))
+            self._due.pop(lease.reply_id, None)
+        else:
+            self._schedule(lease)
         return commands
+
+    def _schedule(self, lease: Lease) -> None:
+        """A timer that rings too early finds nothing to do; one that rings too late must not be."""
+        if lease.wake_at < self._due.get(lease.reply_id, float("inf")):
+            self._due[lease.reply_id] = lease.wake_at
+            heapq.heappush(self._timers, (lease.wake_at, lease.reply_id))
 
     def _suspect(self, replica: str, now: float) -> bool:
         """Whoever just started has heard nobody yet: silence counts only once heartbeats could have come."""
