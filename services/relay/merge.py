@@ -23,7 +23,7 @@ class Closing(StrEnum):
     ENDED = "ended"  # the `end` entry was sent
     GONE = "gone"  # the log is no longer there
     DRAINING = "draining"  # this relay leaves: open again, elsewhere
-    SLOW = "slow"  # the client took nothing for SLOW_READER_S
+    SLOW = "slow"  # the client took nothing for too long
 
 
 class _PackedFrame(Message, frozen=True, kw_only=True, tag="Frame"):
@@ -97,12 +97,21 @@ class Outlet:
     close()      ──> the last frame   costs no credit; nothing follows
     """
 
-    def __init__(self, stream_id: str, tape: Tape, *, after_seq: int = 0, window: int = STREAM_CREDITS) -> None:
+    def __init__(
+        self,
+        stream_id: str,
+        tape: Tape,
+        *,
+        after_seq: int = 0,
+        window: int = STREAM_CREDITS,
+        slow_s: float = SLOW_READER_S,
+    ) -> None:
         self.stream_id = stream_id
         self.closed: Closing | None = None
         self.sent_seq = after_seq  # the last entry sent, or held by the gateway before
         self._tape = tape
         self._window = max(1, min(window, STREAM_CREDITS))  # frames in flight at most
+        self._slow_s = slow_s
         self._in_flight = 0
         self._number = 0
         self._notice: Notice | None = None
@@ -152,8 +161,8 @@ class Outlet:
         return self._frame([])
 
     def slow(self, now: float) -> bool:
-        """The client has taken nothing for SLOW_READER_S although there was something to send."""
-        return self.closed is None and self._blocked_s is not None and now - self._blocked_s >= SLOW_READER_S
+        """The client has taken nothing for `slow_s` although there was something to send."""
+        return self.closed is None and self._blocked_s is not None and now - self._blocked_s >= self._slow_s
 
     def _block(self, now: float) -> None:
         if self._blocked_s is None:

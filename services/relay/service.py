@@ -43,7 +43,13 @@ class RelayService:
         self._names = Names(settings.region)
         self.relay = f"{settings.name}-{clock.random_token(4)}"
         self._bus, self._store, self._log = bus, store, log
-        self._streams = Streams(self.relay, self._names, settings.streams_max)
+        self._streams = Streams(
+            self.relay,
+            self._names,
+            streams_max=settings.streams_max,
+            presence_s=settings.presence_s,
+            slow_s=settings.slow_reader_s,
+        )
         self._fanout = Fanout(store, self, metrics, log)
         self._outbox: deque[Say | SayFrame] = deque()  # bounded by the streams: a few for each, and one batch of frames
         self._wake = asyncio.Event()

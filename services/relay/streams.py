@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from services.relay.merge import Closing, Outlet, Tape
 from shared.ids import reply_made_s
-from shared.limits import LOG_AGE_S, PRESENCE_S, RELAY_STREAMS_MAX
+from shared.limits import LOG_AGE_S, PRESENCE_S, RELAY_STREAMS_MAX, SLOW_READER_S
 from shared.messages import (
     Credit,
     Notice,
@@ -102,8 +102,17 @@ class _Reply:
 class Streams:
     """All state of a relay. Every method is one event; `next_frames` is what the writer asks for."""
 
-    def __init__(self, relay: str, names: Names, streams_max: int = RELAY_STREAMS_MAX) -> None:
+    def __init__(
+        self,
+        relay: str,
+        names: Names,
+        *,
+        streams_max: int = RELAY_STREAMS_MAX,
+        presence_s: float = PRESENCE_S,
+        slow_s: float = SLOW_READER_S,
+    ) -> None:
         self._relay, self._names, self._streams_max = relay, names, streams_max
+        self._presence_s, self._slow_s = presence_s, slow_s
         self._replies: dict[str, _Reply] = {}
         self._streams: dict[str, _Stream] = {}
         self._ready: deque[_Stream] = deque()
@@ -147,7 +156,13 @@ class Streams:
 
     def _attach(self, reply: _Reply, request: OpenStream, answer_to: str, now: float) -> list[Command]:
         """The answer stands before the first frame: the writer says both, in this order."""
-        outlet = Outlet(request.stream_id, reply.tape, after_seq=request.after_seq, window=request.credits)
+        outlet = Outlet(
+            request.stream_id,
+            reply.tape,
+            after_seq=request.after_seq,
+            window=request.credits,
+            slow_s=self._slow_s,
+        )
         stream = _Stream(outlet, reply, request.inbox, request.presence)
         before = self._streams.get(request.stream_id)
         reply.streams[request.stream_id] = self._streams[request.stream_id] = stream
@@ -156,7 +171,7 @@ class Streams:
         if before is not None:  # the same open came twice: the newer one counts
             commands += self._replaced(before, reply)
         if stream.presence:
-            reply.presence_due_s = now + PRESENCE_S
+            reply.presence_due_s = now + self._presence_s
             commands.append(self._presence(reply))
         self._wake(stream)
         return commands
@@ -253,7 +268,7 @@ class Streams:
                 else:
                     attached = attached or stream.presence
             if attached and now >= reply.presence_due_s:
-                reply.presence_due_s = now + PRESENCE_S
+                reply.presence_due_s = now + self._presence_s
                 commands.append(self._presence(reply))
         return commands
 
