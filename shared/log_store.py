@@ -6,7 +6,7 @@ writer ──append (conditional)──> bucket ──republished──> followe
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Self
 
 import msgspec
@@ -49,14 +49,24 @@ class LogStore:
 
     # --- writing ---------------------------------------------------------------------------------------
 
-    async def append(self, reply_id: str, expected_seq: int, data: bytes, timeout_s: float = APPEND_TIMEOUT_S) -> int:
+    async def append(
+        self,
+        reply_id: str,
+        expected_seq: int,
+        data: bytes,
+        timeout_s: float = APPEND_TIMEOUT_S,
+        headers: Mapping[str, str] | None = None,
+    ) -> int:
         """Append an encoded entry after `expected_seq` (0: the log is empty); returns its sequence.
 
+        `headers` are kept and republished with it, and mean nothing to the log.
         Raises WrongLastSequenceError, StreamFullError, or BusTimeoutError: then it may or may not stand.
         """
         subject = self._names.log_subject(reply_id)
         try:
-            return await self._bus.append(subject, data, expected_last_seq=expected_seq, timeout_s=timeout_s)
+            return await self._bus.append(
+                subject, data, expected_last_seq=expected_seq, headers=headers, timeout_s=timeout_s
+            )
         except WrongLastSequenceError:
             self.counts.refused += 1
             raise

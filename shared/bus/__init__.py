@@ -131,6 +131,7 @@ class Bus(Protocol):
         *,
         expected_last_seq: int | None = None,
         message_id: str | None = None,
+        headers: Mapping[str, str] | None = None,
         timeout_s: float,
     ) -> int:
         """Publish into the stream that captures `subject`; returns its sequence.

@@ -458,6 +458,7 @@ class MemoryBus:
         *,
         expected_last_seq: int | None = None,
         message_id: str | None = None,
+        headers: Mapping[str, str] | None = None,
         timeout_s: float,
     ) -> int:
         await self._connection(timeout_s)
@@ -466,12 +467,12 @@ class MemoryBus:
         stream = self._server.capturing(subject)
         if stream is None:
             raise NoRespondersError(f"no stream captures {subject}")
-        headers = {}
+        sent = dict(headers or {})
         if expected_last_seq is not None:
-            headers[wire.HEADER_EXPECTED_LAST] = str(expected_last_seq)
+            sent[wire.HEADER_EXPECTED_LAST] = str(expected_last_seq)
         if message_id is not None:
-            headers[wire.HEADER_MESSAGE_ID] = message_id
-        message = BusMessage(subject, data, headers=headers)
+            sent[wire.HEADER_MESSAGE_ID] = message_id
+        message = BusMessage(subject, data, headers=sent)
         self._server.route(message)  # a plain subscription on the captured subject sees refused writes too
         seq = self._server.store(stream, message)
         await asyncio.sleep(0)

@@ -303,14 +303,15 @@ class NatsBus:
         *,
         expected_last_seq: int | None = None,
         message_id: str | None = None,
+        headers: Mapping[str, str] | None = None,
         timeout_s: float,
     ) -> int:
-        headers: dict[str, str] = {}
+        sent = dict(headers or {})
         if expected_last_seq is not None:
-            headers[wire.HEADER_EXPECTED_LAST] = str(expected_last_seq)
+            sent[wire.HEADER_EXPECTED_LAST] = str(expected_last_seq)
         if message_id is not None:
-            headers[wire.HEADER_MESSAGE_ID] = message_id
-        answer, _ = await self._ask(subject, data, headers, timeout_s)
+            sent[wire.HEADER_MESSAGE_ID] = message_id
+        answer, _ = await self._ask(subject, data, sent, timeout_s)
         ack = _decoded(_publish_ack, answer)
         if ack.error is not None:
             raise wire.error_of(ack.error, subject)
