@@ -143,6 +143,17 @@ DRAIN_S = 20.0  # SIGTERM -> finish or hand back; a second signal stops now
 
 BLOCK_TOKENS = 16  # KV slots in a block
 
+# --- the replica's bus shell -----------------------------------------------------------------------
+APPENDS_PER_S_MAX = 1000  # of one replica: past it chunks hold more tokens
+APPEND_LATENCY_FACTOR = 4.0  # and a chunk waits at least this many times the latency of an append
+APPEND_RETRY_S = 0.1  # after an append that was refused for lack of room, or failed otherwise
+ATTEMPTS_REMEMBERED = 4096  # attempts that are over: a late dispatch of one is refused
+OUTBOX_MAX = 4096  # usage records not yet stored; past it the newest is dropped and counted
+OUTBOX_RETRY_S = 0.5
+SNAPSHOT_BLOCKS_MAX = 60_000  # prefix blocks in one snapshot: they must fit a payload
+ENGINE_STUCK_EXIT_S = 30.0  # an engine stuck this long is given up: the replica ends and is started again
+FLUSH_S = 2.0  # when the engine is lost, what it had sampled is written within this
+
 # --- the engine ------------------------------------------------------------------------------------
 ENGINE_RUNNING_MAX = 64  # sequences in one batch
 ENGINE_WAITING_MAX = 256  # sequences queued inside an engine; past it a submit is refused: queues belong in the lanes
@@ -168,6 +179,7 @@ assert ATTEMPTS_MAX < OPENS_MAX
 assert COMMAND_ANSWER_S > LOG_END_S, "a canceller at work must not be taken for lost"
 assert BUS_RECONNECT_S_MIN < BUS_RECONNECT_S_MAX < ACK_WAIT_S, "a short loss of the bus must not cost a lease"
 assert FRAME_BYTES_MAX * 2 < PAYLOAD_BYTES_MAX, "a frame and its envelope must fit a bus message"
+assert SNAPSHOT_BLOCKS_MAX * 16 < PAYLOAD_BYTES_MAX
 assert OUTPUT_TOKENS_MAX * 4 < PAYLOAD_BYTES_MAX
 assert INPUT_BYTES_MAX < PAYLOAD_BYTES_MAX
 assert RELAY_ALIVE_S * RELAY_MISSED_MAX + RELAY_OPEN_S < IDLE_END_S, "a relay's death must not end a reply as idle"
