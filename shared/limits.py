@@ -129,6 +129,10 @@ STREAM_BYTES_MAX = 512 * MIB
 # --- safety ----------------------------------------------------------------------------------------
 SAFETY_VERDICT_S = 0.3  # a natural end waits this long for its last window, then is marked unchecked
 SAFETY_WINDOW_CHARS = 400  # about 100 tokens
+SAFETY_PHRASE_CHARS_MAX = 80  # of one phrase in a rule
+SAFETY_OVERLAP_CHARS = 256  # of a window with the one before: longer than any phrase, however it is spelled
+SAFETY_WATCHES_MAX = 5_000  # replies one safety service reads; past it a watch is refused and counted
+SAFETY_WITHDRAW_S = 30.0  # a flag after the end is told to conversation until it is heard, this long
 SAFETY_INPUT_S = 1.0
 
 # --- PostgreSQL ------------------------------------------------------------------------------------
@@ -178,6 +182,7 @@ assert CHUNK_INTERVAL_S_MAX < PROGRESS_CHECK_S, "a decoding replica must show pr
 assert ATTEMPTS_MAX < OPENS_MAX
 assert COMMAND_ANSWER_S > LOG_END_S, "a canceller at work must not be taken for lost"
 assert BUS_RECONNECT_S_MIN < BUS_RECONNECT_S_MAX < ACK_WAIT_S, "a short loss of the bus must not cost a lease"
+assert SAFETY_PHRASE_CHARS_MAX * 3 < SAFETY_OVERLAP_CHARS, "a phrase cut by one window must stand whole in another"
 assert FRAME_BYTES_MAX * 2 < PAYLOAD_BYTES_MAX, "a frame and its envelope must fit a bus message"
 assert SNAPSHOT_BLOCKS_MAX * 16 < PAYLOAD_BYTES_MAX
 assert OUTPUT_TOKENS_MAX * 4 < PAYLOAD_BYTES_MAX
