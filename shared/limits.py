@@ -105,6 +105,9 @@ CONVERSATION_TRY_S = 3.0  # nobody there: a command is tried again this long, th
 RELAY_MISSED_MAX = 4  # missed words of a relay; then its streams are opened elsewhere
 RELAY_TRY_S = 0.25  # between two tries to open a stream
 RELAY_OPEN_S = 1.0  # one try
+GATEWAY_FRAMES_MAX = 16_384  # frames between the bus and the streams; past it some are lost, and streams open again
+BODY_READ_S = 30.0  # a request whose body takes longer is given up: 408
+STALL_S = 2.0  # a gap between two tokens that a person notices
 RELAY_GONE_S = 20.0  # no relay this long: the client's connection is dropped; it can resume
 
 # --- the bus ---------------------------------------------------------------------------------------
