@@ -1,0 +1,1 @@
+"""Input classifier, and output windows beside the stream. Keeps nothing."""
