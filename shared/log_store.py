@@ -117,8 +117,8 @@ class LogStore:
         view = LogView()
         while True:
             try:
-                view.apply_all(await self.read_entries(reply_id, view.last_seq))
-                move = end_move(self._whole(reply_id, view), end)
+                await self._advance(reply_id, view)
+                move = end_move(view, end)
                 if move is None:
                     return view
                 expected, entry = move
@@ -138,10 +138,15 @@ class LogStore:
         Raises LogGoneError when its head is missing, TokenLogError when an entry may not stand where it does.
         """
         view = LogView()
-        entries = await self.read_entries(reply_id)
-        if entries and not isinstance(entries[0].entry, Accepted):
-            raise LogGoneError(f"the head of {reply_id} is gone")
-        return view.apply_all(entries)
+        await self._advance(reply_id, view)
+        return view
+
+    async def _advance(self, reply_id: str, view: LogView) -> None:
+        """Fold what stands after the view's last entry."""
+        entries = await self.read_entries(reply_id, view.last_seq)
+        if entries and view.last_seq == 0:
+            check_head(reply_id, entries[0])
+        view.apply_all(entries)
 
     async def read_entries(self, reply_id: str, after_seq: int = 0) -> list[SequencedEntry]:
         """All entries after `after_seq`, by batched reads until caught up."""
@@ -166,12 +171,6 @@ class LogStore:
         """Remove the log; its followers get LogGoneError."""
         await self._bus.purge(self._names.log_stream_of(reply_id), self._names.log_subject(reply_id))
 
-    @staticmethod
-    def _whole(reply_id: str, view: LogView) -> LogView:
-        if view.accepted is None and view.last_seq:
-            raise LogGoneError(f"the head of {reply_id} is gone")
-        return view
-
     def decode_live(self, message: BusMessage) -> tuple[int, int, Entry] | None:
         """(sequence, previous sequence, entry) of a republished message; None when it is not one of ours.
 
@@ -193,6 +192,12 @@ class LogStore:
                 self.counts.undecodable += 1
                 raise TokenLogError(f"entry {message.seq} of {message.subject} cannot be read: {error}") from None
         return entries
+
+
+def check_head(reply_id: str, first: SequencedEntry) -> None:
+    """Raises LogGoneError when a log's first entry is not its `accepted`: age or overflow took the head."""
+    if not isinstance(first.entry, Accepted):
+        raise LogGoneError(f"the head of {reply_id} is gone")
 
 
 class LogFollower:
@@ -235,7 +240,7 @@ class LogFollower:
             await self.aclose()
             raise
         if self._over:
-            await self.aclose()
+            await self._leave()
         if not self._out:
             raise StopAsyncIteration
         return self._out.popleft()
@@ -248,6 +253,11 @@ class LogFollower:
         return [self._out.popleft() for _ in range(min(most, len(self._out)))]
 
     async def aclose(self) -> None:
+        """The reader leaves: what it did not take is forgotten."""
+        self._out.clear()
+        await self._leave()
+
+    async def _leave(self) -> None:
         self._over = True
         subscription, self._subscription = self._subscription, None
         if subscription is not None:
@@ -289,8 +299,8 @@ class LogFollower:
         except asyncio.CancelledError:
             self._merge.fetch_failed()  # the reader looked away; it may come back
             raise
-        if after_seq == 0 and found and not isinstance(found[0].entry, Accepted):
-            raise LogGoneError(f"the head of {self._reply_id} is gone")
+        if after_seq == 0 and found:
+            check_head(self._reply_id, found[0])
         if after_seq and (not found or found[0].seq != after_seq):
             if self._missed:
                 raise LogGoneError(f"entry {after_seq} of {self._reply_id} is gone")
