@@ -1,0 +1,41 @@
+# Everything a person types. `make up` needs Python 3.11 and nothing else: no docker, no root, no GPU.
+PYTHON ?= python3.11
+BIN := .venv/bin
+INSTALLED := .venv/.installed
+MODEL := .models/SmolLM2-135M-Instruct.Q4_1.gguf
+ARGS ?=
+
+.PHONY: setup models up test check bench-plane clean
+
+setup: $(INSTALLED)
+
+# Again only when what is installed has changed.
+$(INSTALLED): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
+	touch $@
+
+models: $(MODEL)
+
+$(MODEL): | $(INSTALLED)
+	$(BIN)/chorus models fetch
+
+up: setup models
+	@$(BIN)/chorus up $(ARGS)
+
+test: setup models
+	$(BIN)/python -m pytest $(ARGS)
+
+check: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench-plane: setup
+	$(BIN)/python -m bench.plane $(ARGS)
+
+# What can be made again. The environment, the model and the data folder stay.
+clean:
+	rm -rf build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -path ./.venv -prune -o -type d -name __pycache__ -exec rm -rf {} +
