@@ -1,0 +1,90 @@
+"""The parts of a conversation service, put together on a bus and a pool."""
+
+from pathlib import Path
+
+from services.conversation.archive import Archive
+from services.conversation.contexts import Contexts
+from services.conversation.figures import Figures
+from services.conversation.guards import Guards
+from services.conversation.input_check import InputCheck
+from services.conversation.prompts import load_models
+from services.conversation.queueing import Queueing
+from services.conversation.sending import Sender
+from services.conversation.service import ConversationService
+from services.conversation.settings import ConversationSettings
+from services.conversation.shards import Shards
+from services.conversation.store import Store
+from services.conversation.verbs import Verbs
+from shared.bus import Bus
+from shared.catalog import Catalog, parse_catalog
+from shared.errors import ConfigError
+from shared.log_store import LogStore
+from shared.storage import Pool
+from shared.subjects import Names
+from shared.telemetry import Journal, Log, Metrics
+
+
+def read_catalog(path: Path) -> Catalog:
+    """Raises ConfigError."""
+    try:
+        return parse_catalog(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"the model catalog {path} cannot be read: {error.strerror}. Check CHORUS_CATALOG."
+        ) from error
+
+
+def compose(
+    settings: ConversationSettings, catalog: Catalog, *, bus: Bus, pool: Pool, metrics: Metrics, log: Log
+) -> ConversationService:
+    """A service that is not started; raises ModelFileError for a model file without a usable tokenizer."""
+    names, name = Names(settings.region), f"conversation/{settings.name}"
+    figures, journal = Figures(metrics), Journal(bus, Names(settings.region), "conversation", metrics)
+    store, logs = Store(pool), LogStore(bus, names)
+    queueing, shards = Queueing(bus, logs), Shards(bus, names, settings.log_shards)
+    archive = Archive(store, bus, journal, figures, log)
+    models = load_models(catalog)
+    sender = Sender(
+        name=name,
+        names=names,
+        models=models,
+        store=store,
+        logs=logs,
+        contexts=Contexts(store, logs),
+        check=InputCheck(bus, names, journal, figures, fail_open=settings.safety_fail_open),
+        queueing=queueing,
+        shards=shards,
+        archive=archive,
+        journal=journal,
+        figures=figures,
+        log=log,
+        isolate_tenants=settings.isolate_tenants,
+    )
+    guards = Guards(
+        name=name,
+        names=names,
+        store=store,
+        logs=logs,
+        bus=bus,
+        queueing=queueing,
+        archive=archive,
+        journal=journal,
+        figures=figures,
+        log=log,
+    )
+    return ConversationService(
+        models=tuple(models),
+        log_shards=settings.log_shards,
+        names=names,
+        bus=bus,
+        pool=pool,
+        store=store,
+        sender=sender,
+        verbs=Verbs(name=name, names=names, store=store, logs=logs, bus=bus, journal=journal),
+        archive=archive,
+        guards=guards,
+        shards=shards,
+        journal=journal,
+        figures=figures,
+        log=log,
+    )

@@ -1,0 +1,140 @@
+"""The context of a message: its history from the rows (or from the log of a reply that ended just now), as pieces."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from services.conversation.assembly import (
+    Budget,
+    ContextTooLongError,
+    Piece,
+    assemble,
+    budget,
+)
+from services.conversation.prompts import PromptModel
+from services.conversation.replies import State
+from services.conversation.store import EncodedItem, Store, Turn
+from services.conversation.template import TemplateError
+from shared import clock
+from shared.errors import LogGoneError, RefusedError
+from shared.log_store import LogStore
+from shared.messages import InputItem, SendMessage
+from shared.outcomes import EndReason, Refusal, RefusalKind
+
+SETTLE_S = 2.0  # the turn before may have been stopped a moment ago: its end is waited for this long
+SETTLE_POLL_S = 0.05
+
+
+@dataclass(frozen=True)
+class MessageContext:
+    """A prompt, and the message's own items as they will be stored."""
+
+    ids: list[int]
+    items: Sequence[EncodedItem]
+    budget: int  # most output tokens
+    turns_dropped: int
+
+
+class Contexts:
+    def __init__(self, store: Store, logs: LogStore) -> None:
+        self._store, self._logs = store, logs
+
+    async def of(self, message: SendMessage, model: PromptModel) -> MessageContext:
+        """Raises RefusedError: NOT_FOUND, PROMPT_TOO_LONG, BAD_REQUEST."""
+        card, echo = model.card, message.echo
+        room = budget(card.context_tokens, card.output_tokens_max, echo.max_output_tokens)
+        items = await encode_items(message.items, model)
+        instructions = [] if echo.instructions is None else [Piece("system", await model.encode(echo.instructions))]
+        turns = await self._turns(message, room.prompt_max)
+        history = [await turn_pieces(turn, model) for turn in turns]
+        try:
+            context = assemble(
+                instructions,
+                history,
+                [Piece(item.item.role, item.ids) for item in items],
+                limit=room.prompt_max,
+                skeleton=model.skeleton,
+                stop_ids=model.stop_ids,
+            )
+        except ContextTooLongError as error:
+            raise RefusedError(_too_long(model, room, error)) from None
+        except TemplateError as error:
+            raise RefusedError(
+                Refusal(
+                    kind=RefusalKind.BAD_REQUEST,
+                    message=f"{card.id} does not take these roles in this order: {error}",
+                    param="input",
+                )
+            ) from None
+        return MessageContext(context.ids, items, room.output(len(context.ids)), context.turns_dropped)
+
+    async def _turns(self, message: SendMessage, tokens_max: int) -> list[Turn]:
+        last_id = message.echo.previous_response_id
+        if last_id is None:
+            return []
+        turns = await self._store.history(message.principal, last_id, tokens_max)
+        if turns is None:
+            raise RefusedError(
+                Refusal(
+                    kind=RefusalKind.NOT_FOUND,
+                    message=f"No reply {last_id} can be continued: it is unknown, deleted, or was not stored.",
+                    param="previous_response_id",
+                )
+            )
+        return [turn if turn.state is State.ENDED else await self._settled(turn) for turn in turns]
+
+    async def _settled(self, turn: Turn) -> Turn:
+        """A turn whose end has not been archived, from its log: the text before `end` is the reply."""
+        give_up_s = clock.now_s() + SETTLE_S
+        while True:
+            try:
+                view = await self._logs.read(turn.reply_id)
+            except LogGoneError:
+                break
+            if view.ended is not None:
+                return replace(turn, state=State.ENDED, reason=view.ended.reason, text=view.text, ids=list(view.ids))
+            if clock.now_s() >= give_up_s:
+                break
+            await asyncio.sleep(SETTLE_POLL_S)
+        raise RefusedError(
+            Refusal(
+                kind=RefusalKind.BAD_REQUEST,
+                message=f"Reply {turn.reply_id} is still being written. Stop it or wait for its end, then continue.",
+                param="previous_response_id",
+            )
+        )
+
+
+async def encode_items(items: Sequence[InputItem], model: PromptModel) -> list[EncodedItem]:
+    """Items with an id and their ids, in order."""
+    return [
+        EncodedItem(
+            item if item.id else InputItem(role=item.role, text=item.text, id=clock.new_item_id(), kind=item.kind),
+            await model.encode(item.text),
+        )
+        for item in items
+    ]
+
+
+async def turn_pieces(turn: Turn, model: PromptModel) -> list[Piece]:
+    """A turn as the model saw and wrote it; encoded again where another tokenizer or a stop string cut in."""
+    same = turn.tokenizer == model.tokenizer_name
+    pieces = [
+        Piece(encoded.item.role, encoded.ids if same else await model.encode(encoded.item.text))
+        for encoded in turn.items
+    ]
+    if turn.pinned_only:
+        return pieces
+    if same and turn.reason is not EndReason.STOP_SEQUENCE:
+        return [*pieces, Piece("assistant", turn.ids, written=True)]
+    return [*pieces, Piece("assistant", await model.encode(turn.text))]
+
+
+def _too_long(model: PromptModel, room: Budget, error: ContextTooLongError) -> Refusal:
+    kept = model.card.context_tokens - room.prompt_max
+    return Refusal(
+        kind=RefusalKind.PROMPT_TOO_LONG,
+        message=f"The message is {error.count} tokens long, but {model.card.id} takes at most {error.limit}: "
+        f"its context holds {model.card.context_tokens} tokens, of which {kept} are kept for the reply.",
+        param="input",
+    )

@@ -1,0 +1,241 @@
+"""The way of one message: from `SendMessage` to a request in its lane, or to a refusal that says why.
+
+idempotency key ─known─> attach                                  rows, key and outbox in one transaction
+      │ new                                                       │
+      └─> model ─> input check │ context (side by side) ─> [quota] ─> begin ─> accepted, lane ─> mark it queued
+                                                                  └ full ─> ended honestly, the key free again
+"""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+
+from services.conversation.archive import Archive
+from services.conversation.contexts import Contexts, MessageContext
+from services.conversation.figures import Figures
+from services.conversation.input_check import InputCheck
+from services.conversation.prompts import PromptModel
+from services.conversation.queueing import Queueing
+from services.conversation.replies import ended_reply
+from services.conversation.shards import Shards
+from services.conversation.store import Claim, IdempotencyKey, NewReply, Store, StoreAwayError
+from shared import clock
+from shared.blocks import block_hashes
+from shared.errors import BusError, LogGoneError, RefusedError, TokenLogError
+from shared.limits import PAYLOAD_BYTES_MAX, REQUEST_DEADLINE_S
+from shared.log_store import LogStore
+from shared.messages import Accepted, End, GenerateRequest, SendMessage, Sent, encode, pack_ids
+from shared.outcomes import EndReason, Refusal, RefusalKind
+from shared.subjects import Names, user_bucket
+from shared.telemetry import Journal, Log
+from shared.tiers import Tier, lane_for
+
+ATTACH_S = 2.0  # another send with the same key is waited for this long
+ATTACH_POLL_S = 0.02
+GIVE_UP_S = 1.0  # to end the log of what could not be queued; past it the sweeper does
+_REQUEST_BYTES_MAX = PAYLOAD_BYTES_MAX - 1024  # the sequence of `accepted` and headers are still to come
+
+_T = TypeVar("_T")
+_U = TypeVar("_U")
+
+
+class Sender:
+    """All parts of the way; `name` is this instance, as `end` entries name it."""
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        names: Names,
+        models: dict[str, PromptModel],
+        store: Store,
+        logs: LogStore,
+        contexts: Contexts,
+        check: InputCheck,
+        queueing: Queueing,
+        shards: Shards,
+        archive: Archive,
+        journal: Journal,
+        figures: Figures,
+        log: Log,
+        isolate_tenants: bool = False,
+    ) -> None:
+        self._name, self._names, self._models = name, names, models
+        self._store, self._logs, self._contexts, self._check = store, logs, contexts, check
+        self._queueing, self._shards, self._archive = queueing, shards, archive
+        self._journal, self._figures, self._log = journal, figures, log
+        self._isolate = isolate_tenants
+
+    async def send(self, message: SendMessage) -> Sent:
+        """The reply being written; raises RefusedError, StoreAwayError, BusError."""
+        key = message.idempotency_key
+        claim = None if key is None else await self._store.claim_of(message.principal, key)
+        if claim is not None:
+            attached = await self._attach(message, claim)
+            if attached is not None:
+                return attached
+        return await self._start(message)
+
+    # --- an earlier send with the same key -----------------------------------------------------------------
+
+    async def _attach(self, message: SendMessage, claim: Claim | None) -> Sent | None:
+        """The reply of an earlier send, once it is in its lane; None when that one was refused: this is the first."""
+        give_up_s = clock.now_s() + ATTACH_S
+        while claim is not None:
+            if claim.body_hash != message.body_hash:
+                raise RefusedError(
+                    Refusal(
+                        kind=RefusalKind.KEY_REUSED,
+                        message="This Idempotency-Key was used before with another body. Use a new key.",
+                    )
+                )
+            if claim.queued:
+                self._figures.attached.inc()
+                return Sent(reply_id=claim.reply_id, attached=True)
+            if clock.now_s() >= give_up_s:
+                return await self._take_over(message, claim)
+            await asyncio.sleep(ATTACH_POLL_S)
+            claim = await self._store.claim_of(message.principal, message.idempotency_key or "")
+        return None
+
+    async def _take_over(self, message: SendMessage, claim: Claim) -> Sent:
+        """Whoever held the key has died on the way. A stored reply is queued from the outbox; one that left no rows
+        only we can queue, because only we hold its words.
+        """
+        if message.echo.store:
+            raise RefusedError(
+                Refusal(
+                    kind=RefusalKind.UNAVAILABLE,
+                    message="The reply of this Idempotency-Key is not in its queue yet. Try again in a few seconds.",
+                    retry_after_s=2.0,
+                )
+            )
+        self._journal.note("send_taken_over", claim.reply_id)
+        return await self._start(message, reply_id=claim.reply_id)
+
+    # --- a new reply -----------------------------------------------------------------------------------------
+
+    async def _start(self, message: SendMessage, reply_id: str | None = None) -> Sent:
+        """`reply_id`: go on with a reply whose key is claimed already."""
+        model = self._models.get(message.model)
+        if model is None:
+            raise RefusedError(
+                Refusal(
+                    kind=RefusalKind.UNKNOWN_MODEL,
+                    message=f"The model {message.model!r} does not exist. GET /v1/models lists those that do.",
+                    param="model",
+                )
+            )
+        _, context = await _together(self._check.ask(message), self._contexts.of(message, model))
+        self._figures.turns_dropped.inc(context.turns_dropped)
+        lane = lane_for(message.principal.tier, message.echo.service_tier)
+        subject = self._names.lane_subject(
+            lane, message.model, user_bucket(message.principal.org, message.principal.user)
+        )
+        known = reply_id is not None
+        request = self._request(message, model, context, lane, reply_id or self._shards.new_reply_id())
+        if not known:
+            claim = await self._begin(message, model, context, subject, request)
+            if claim is not None:
+                return await self._attach(message, claim) or await self._start(message)
+        await self._queue(subject, request)
+        return Sent(reply_id=request.reply_id)
+
+    def _request(
+        self, message: SendMessage, model: PromptModel, context: MessageContext, lane: Tier, reply_id: str
+    ) -> GenerateRequest:
+        seed = message.sampling.seed if message.sampling.seed is not None else clock.random_seed()
+        accepted = Accepted(
+            reply_id=reply_id,
+            org=message.principal.org,
+            user=message.principal.user,
+            created_s=clock.wall_s(),
+            model=message.model,
+            tier=lane,
+            budget=context.budget,
+            seed=seed,
+            input_tokens=len(context.ids),
+            deadline_s=REQUEST_DEADLINE_S,
+            echo=message.echo,
+        )
+        domain = model.domain(message.principal.org.encode() if self._isolate else b"")
+        request = GenerateRequest(
+            accepted=accepted,
+            accepted_seq=0,
+            prompt=pack_ids(context.ids),
+            block_hashes=b"".join(block_hashes(context.ids, domain)),
+            sampling=msgspec.structs.replace(message.sampling, seed=seed),
+            domain=domain,
+        )
+        size = len(encode(request))
+        if size > _REQUEST_BYTES_MAX:
+            raise RefusedError(
+                Refusal(
+                    kind=RefusalKind.BAD_REQUEST,
+                    message=f"The request takes {size} bytes with its instructions and metadata, and at most "
+                    f"{_REQUEST_BYTES_MAX} can be queued. Shorten them.",
+                )
+            )
+        return request
+
+    async def _begin(
+        self, message: SendMessage, model: PromptModel, context: MessageContext, subject: str, request: GenerateRequest
+    ) -> Claim | None:
+        """Rows (of a stored reply) and key; the claim that was there first, when there was one."""
+        key = message.idempotency_key
+        idempotency = None if key is None else IdempotencyKey(key, message.body_hash)
+        if message.echo.store:
+            new = NewReply(
+                accepted=request.accepted,
+                sampling=request.sampling,
+                tokenizer=model.tokenizer_name,
+                items=context.items,
+                lane_subject=subject,
+                request=encode(request),
+            )
+            return await self._store.begin(new, idempotency)
+        return None if idempotency is None else await self._store.claim(request.accepted, idempotency)
+
+    async def _queue(self, subject: str, request: GenerateRequest) -> None:
+        try:
+            ended = await self._queueing.queue(subject, request)
+        except RefusedError as error:
+            self._journal.note("send_refused", request.reply_id, refusal=error.refusal.kind.value)
+            await self._give_up(request.accepted, error.refusal.message)
+            raise
+        except (BusError, LogGoneError) as error:
+            self._journal.note("send_failed", request.reply_id, error=str(error))
+            await self._give_up(request.accepted, "It could not be queued.")
+            raise
+        if ended is not None:
+            await self._archive.store([ended])
+        await self._mark_queued(request.accepted)
+
+    async def _mark_queued(self, accepted: Accepted) -> None:
+        try:
+            await self._store.queued(accepted.reply_id)
+        except StoreAwayError:  # the outbox queues it again, which is harmless
+            self._log.warning("not_marked_queued", reply_id=accepted.reply_id)
+
+    async def _give_up(self, accepted: Accepted, detail: str) -> None:
+        """End it honestly. Whatever fails here, the sweeper finds a reply long past its deadline and does the rest."""
+        reply_id = accepted.reply_id
+        end = End(reason=EndReason.FAILED, by=self._name, detail=detail, ended_s=clock.wall_s())
+        try:
+            await self._store.give_up(reply_id, detail)
+            view = await self._logs.end(reply_id, end, GIVE_UP_S)
+            await self._archive.store([ended_reply(view, clock.wall_s())])
+        except (StoreAwayError, BusError, TokenLogError, LogGoneError) as error:
+            self._log.warning("left_to_the_sweeper", reply_id=reply_id, error=str(error))
+
+
+async def _together(one: Coroutine[Any, Any, _T], other: Coroutine[Any, Any, _U]) -> tuple[_T, _U]:
+    """Both, side by side; the first error of either, bare, and the other is cancelled."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            first, second = group.create_task(one), group.create_task(other)
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return first.result(), second.result()

@@ -1,0 +1,516 @@
+"""Messages and replies in PostgreSQL. Every statement that a user's act leads to names the owner.
+
+Raises StoreAwayError while the database is away: the caller refuses with a time to come again, or tries later.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+import msgspec
+
+from services.conversation import key_store
+from services.conversation.assembly import PINNED_ROLES
+from services.conversation.replies import Event, State, before
+from shared.errors import ChorusError
+from shared.messages import Accepted, EndedReply, InputItem, Principal, ReplyView, Sampling, Usage, pack_ids, unpack_ids
+from shared.outcomes import EndReason
+from shared.storage import UNAVAILABLE_ERRORS, Connection, Pool, borrow
+
+HISTORY_TURNS_MAX = 1024  # earlier turns looked at; what is older than that is left out of the context
+ANSWER_S = 0.8  # a database that takes longer for what a user waits for is away
+BATCH_S = 5.0  # the same for what nobody waits for
+
+
+class StoreAwayError(ChorusError):
+    """PostgreSQL does not answer, or not in time; the effect of the call is unknown."""
+
+
+class TextContent(msgspec.Struct, frozen=True, kw_only=True, tag="text", tag_field="kind"):
+    """A typed item's content, as its row holds it. Only text so far."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class EncodedItem:
+    item: InputItem
+    ids: list[int]
+
+
+@dataclass(frozen=True)
+class IdempotencyKey:
+    key: str
+    body_hash: bytes
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What an idempotency key stands for."""
+
+    reply_id: str
+    body_hash: bytes
+    queued: bool
+
+
+@dataclass(frozen=True)
+class NewReply:
+    """Everything of a stored reply at its start."""
+
+    accepted: Accepted
+    sampling: Sampling
+    tokenizer: str
+    items: Sequence[EncodedItem]
+    lane_subject: str
+    request: bytes  # GenerateRequest
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A reply and its message as context of a later one. Of a turn past the limit only pinned items are here."""
+
+    reply_id: str
+    state: State
+    items: Sequence[EncodedItem]
+    tokenizer: str
+    reason: EndReason | None = None
+    text: str = ""
+    ids: list[int] = field(default_factory=list)
+    pinned_only: bool = False
+
+
+@dataclass(frozen=True)
+class StoredReply:
+    view: ReplyView
+    state: State
+
+
+@dataclass(frozen=True)
+class Queued:
+    """An outbox row: a request that was stored and perhaps not queued."""
+
+    reply_id: str
+    subject: str
+    request: bytes
+
+
+@dataclass(frozen=True)
+class Overdue:
+    """A reply that should have ended; `detail` says why it was given up, when it was."""
+
+    accepted: Accepted
+    detail: str
+
+
+class Cause(StrEnum):
+    """Why a log is to be removed."""
+
+    DELETED = "deleted"
+    WITHDRAWN = "withdrawn"
+
+
+@dataclass(frozen=True)
+class Purge:
+    reply_id: str
+    cause: Cause
+
+
+class Archived(StrEnum):
+    STORED = "stored"
+    ALREADY = "already"  # a second delivery of the same end
+    GONE = "gone"  # its rows were deleted meanwhile
+
+
+class Store:
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
+
+    @asynccontextmanager
+    async def _connection(self, deadline_s: float = ANSWER_S) -> AsyncIterator[Connection]:
+        try:
+            async with asyncio.timeout(deadline_s), borrow(self._pool) as conn:
+                yield conn
+        except UNAVAILABLE_ERRORS as error:
+            if isinstance(error, ValueError):  # asyncpg's own word for an argument of a wrong type: our fault
+                raise
+            raise StoreAwayError(f"{type(error).__name__}: {error}") from error
+
+    async def ping(self) -> None:
+        async with self._connection() as conn:
+            await conn.execute("SELECT 1")
+
+    async def key(self, digest: bytes) -> Principal | None:
+        async with self._connection() as conn:
+            return await key_store.find_key(conn, digest)
+
+    # --- the start of a reply ------------------------------------------------------------------------------
+
+    async def claim_of(self, principal: Principal, key: str) -> Claim | None:
+        async with self._connection() as conn:
+            return await _claim_of(conn, principal.org, principal.user, key)
+
+    async def begin(self, new: NewReply, idempotency: IdempotencyKey | None) -> Claim | None:
+        """All rows of a reply, or none: returns the claim that was there first, when another send holds the key."""
+        accepted = new.accepted
+        async with self._connection() as conn, conn.transaction():
+            if idempotency is not None and not await _claim(conn, accepted, idempotency):
+                return await _claim_of(conn, accepted.org, accepted.user, idempotency.key)
+            await _insert_reply(conn, new)
+        return None
+
+    async def claim(self, accepted: Accepted, idempotency: IdempotencyKey) -> Claim | None:
+        """The key alone, for a reply that leaves no rows; returns the claim that was there first."""
+        async with self._connection() as conn, conn.transaction():
+            if await _claim(conn, accepted, idempotency):
+                return None
+            return await _claim_of(conn, accepted.org, accepted.user, idempotency.key)
+
+    async def queued(self, reply_id: str) -> None:
+        """Its lane took the request: the outbox row goes."""
+        async with self._connection() as conn:
+            await conn.execute(
+                "WITH sent AS (DELETE FROM outbox WHERE reply_id = $1),"
+                " known AS (UPDATE idempotency SET queued = true WHERE reply_id = $1)"
+                " UPDATE replies SET status = $2 WHERE id = $1 AND status = ANY($3)",
+                reply_id,
+                State.QUEUED.value,
+                _guard(Event.QUEUED),
+            )
+
+    async def give_up(self, reply_id: str, detail: str) -> None:
+        """It will not be queued: its key is free again, and its end is due now (the sweeper writes what is missing)."""
+        async with self._connection() as conn, conn.transaction():
+            await conn.execute("DELETE FROM idempotency WHERE reply_id = $1", reply_id)
+            await conn.execute("DELETE FROM outbox WHERE reply_id = $1", reply_id)
+            await conn.execute(
+                "UPDATE replies SET deadline_at = 'epoch', detail = $2 WHERE id = $1 AND status <> 'ended'",
+                reply_id,
+                detail,
+            )
+
+    async def outbox(self, *, older_than_s: float, now_s: float, most: int) -> list[Queued]:
+        """Requests stored at least `older_than_s` ago and still not known to be queued, oldest first."""
+        async with self._connection() as conn:
+            rows = await conn.fetch(
+                "SELECT reply_id, subject, payload FROM outbox WHERE created_at < to_timestamp($1)"
+                " ORDER BY created_at LIMIT $2",
+                now_s - older_than_s,
+                most,
+            )
+        return [Queued(row["reply_id"], row["subject"], row["payload"]) for row in rows]
+
+    # --- context ---------------------------------------------------------------------------------------------
+
+    async def history(self, principal: Principal, last_id: str, tokens_max: int) -> list[Turn] | None:
+        """The turns up to `last_id`, oldest first, as far as `tokens_max` can hold; None when it is not theirs."""
+        async with self._connection() as conn:
+            chain = await conn.fetch(_CHAIN, last_id, principal.org, principal.user, HISTORY_TURNS_MAX)
+            if not chain:
+                return None
+            whole, used = [], 0
+            for row in chain:  # newest first
+                if used <= tokens_max:
+                    whole.append(row["id"])
+                used += row["tokens"]
+            every = [row["id"] for row in chain]
+            rows = await conn.fetch(_TURNS, whole)
+            items = await conn.fetch(_ITEMS, whole, every, sorted(PINNED_ROLES))
+        by_reply: dict[str, list[EncodedItem]] = {}
+        for item in items:
+            by_reply.setdefault(item["reply_id"], []).append(EncodedItem(_item(item), unpack_ids(item["token_ids"])))
+        turns = {row["id"]: _turn(row, by_reply.get(row["id"], [])) for row in rows}
+        for row in chain:
+            if row["id"] not in turns and row["id"] in by_reply:
+                turns[row["id"]] = Turn(
+                    row["id"], State.ENDED, by_reply[row["id"]], tokenizer=row["tokenizer"], pinned_only=True
+                )
+        return [turns[reply] for reply in reversed(every) if reply in turns]
+
+    # --- what stands -----------------------------------------------------------------------------------------
+
+    async def reply(self, principal: Principal, reply_id: str) -> StoredReply | None:
+        """None when it is unknown, deleted, never stored, or another's."""
+        async with self._connection() as conn:
+            row = await conn.fetchrow(
+                "SELECT *, extract(epoch FROM ended_at)::float8 AS ended_s FROM replies"
+                " WHERE id = $1 AND org = $2 AND usr = $3",
+                reply_id,
+                principal.org,
+                principal.user,
+            )
+        return None if row is None else _stored(row)
+
+    async def input_items(self, principal: Principal, reply_id: str) -> list[InputItem]:
+        async with self._connection() as conn:
+            rows = await conn.fetch(
+                "SELECT id, role, content FROM items WHERE reply_id = $1 AND org = $2 AND usr = $3 ORDER BY position",
+                reply_id,
+                principal.org,
+                principal.user,
+            )
+        return [_item(row) for row in rows]
+
+    async def purge_cause(self, reply_id: str) -> Cause | None:
+        async with self._connection() as conn:
+            cause = await conn.fetchval("SELECT cause FROM purges WHERE reply_id = $1", reply_id)
+        return None if cause is None else Cause(cause)
+
+    # --- the end of a reply ----------------------------------------------------------------------------------
+
+    async def archive(self, replies: Sequence[EndedReply]) -> list[Archived]:
+        """Ended replies into their rows, all or none of them, each at most once."""
+        async with self._connection(BATCH_S) as conn, conn.transaction():
+            return [await _archive(conn, ended) for ended in replies]
+
+    async def overdue(self, *, now_s: float, grace_s: float, most: int) -> list[Overdue]:
+        """Replies not ended `grace_s` past their deadline."""
+        async with self._connection() as conn:
+            rows = await conn.fetch(
+                "SELECT id, accepted, detail FROM replies WHERE status <> 'ended' AND deadline_at < to_timestamp($1)"
+                " ORDER BY deadline_at LIMIT $2",
+                now_s - grace_s,
+                most,
+            )
+        return [Overdue(_accepted.decode(row["accepted"]), row["detail"]) for row in rows]
+
+    # --- taking back -----------------------------------------------------------------------------------------
+
+    async def delete(self, principal: Principal, reply_id: str, purge_s: float) -> None:
+        """Rows go now; the log and its ENDED record at `purge_s`, or when the end arrives here."""
+        async with self._connection() as conn, conn.transaction():
+            owner = reply_id, principal.org, principal.user
+            await conn.execute("DELETE FROM replies WHERE id = $1 AND org = $2 AND usr = $3", *owner)
+            await conn.execute("DELETE FROM idempotency WHERE reply_id = $1 AND org = $2 AND usr = $3", *owner)
+            await _note_purge(conn, Purge(reply_id, Cause.DELETED), purge_s)
+
+    async def withdraw(self, reply_id: str, purge_s: float) -> None:
+        """A flag came late: the stored text goes, the reply itself stays."""
+        async with self._connection() as conn, conn.transaction():
+            await conn.execute(
+                "UPDATE replies SET withdrawn = true, output = '[]', token_ids = '' WHERE id = $1", reply_id
+            )
+            await _note_purge(conn, Purge(reply_id, Cause.WITHDRAWN), purge_s)
+
+    async def hasten_purges(self, reply_ids: Sequence[str], now_s: float) -> None:
+        """Their ends were archived: nobody needs these logs any more. Only those that are to be purged anyway."""
+        async with self._connection(BATCH_S) as conn:
+            await conn.execute(
+                "UPDATE purges SET due_at = least(due_at, to_timestamp($2)) WHERE reply_id = ANY($1)",
+                list(reply_ids),
+                now_s,
+            )
+
+    async def purges(self, *, now_s: float, most: int) -> list[Purge]:
+        """Purges that are due."""
+        async with self._connection() as conn:
+            rows = await conn.fetch(
+                "SELECT reply_id, cause FROM purges WHERE due_at <= to_timestamp($1) ORDER BY due_at LIMIT $2",
+                now_s,
+                most,
+            )
+        return [Purge(row["reply_id"], Cause(row["cause"])) for row in rows]
+
+    async def purged(self, reply_id: str) -> None:
+        async with self._connection() as conn:
+            await conn.execute("DELETE FROM purges WHERE reply_id = $1", reply_id)
+
+    async def forget_claims(self, *, before_s: float, most: int) -> int:
+        """Idempotency keys older than this are free again; returns how many went."""
+        async with self._connection() as conn:
+            rows = await conn.fetch(
+                "DELETE FROM idempotency WHERE (org, usr, key) IN (SELECT org, usr, key FROM idempotency"
+                " WHERE created_at < to_timestamp($1) ORDER BY created_at LIMIT $2) RETURNING 1",
+                before_s,
+                most,
+            )
+        return len(rows)
+
+
+# Newest first. `tokens` is what a turn adds to a context at least.
+_CHAIN = """
+WITH RECURSIVE chain AS (
+    SELECT id, parent_id, tokenizer, message_tokens + output_tokens AS tokens, 1 AS depth
+      FROM replies WHERE id = $1 AND org = $2 AND usr = $3
+  UNION ALL
+    SELECT r.id, r.parent_id, r.tokenizer, r.message_tokens + r.output_tokens, chain.depth + 1
+      FROM chain JOIN replies r ON r.id = chain.parent_id AND r.org = $2 AND r.usr = $3
+     WHERE chain.depth < $4
+)
+SELECT id, tokenizer, tokens FROM chain ORDER BY depth
+"""
+_TURNS = "SELECT id, status, reason, tokenizer, output, token_ids FROM replies WHERE id = ANY($1)"
+_ITEMS = """
+SELECT reply_id, id, role, content, token_ids FROM items
+ WHERE reply_id = ANY($1) OR (reply_id = ANY($2) AND role = ANY($3))
+ ORDER BY reply_id, position
+"""
+
+_content = msgspec.json.Decoder(TextContent)
+_output = msgspec.json.Decoder(tuple[TextContent, ...])
+_accepted = msgspec.json.Decoder(Accepted)
+
+
+def _json(value: Any) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+def _guard(event: Event) -> list[str]:
+    return [state.value for state in before(event)]
+
+
+def _item(row: Any) -> InputItem:
+    return InputItem(role=row["role"], text=_content.decode(row["content"]).text, id=row["id"])
+
+
+def _text(output: str) -> str:
+    return "".join(part.text for part in _output.decode(output))
+
+
+def _turn(row: Any, items: Sequence[EncodedItem]) -> Turn:
+    return Turn(
+        reply_id=row["id"],
+        state=State(row["status"]),
+        items=items,
+        tokenizer=row["tokenizer"],
+        reason=None if row["reason"] is None else EndReason(row["reason"]),
+        text=_text(row["output"]),
+        ids=unpack_ids(row["token_ids"]),
+    )
+
+
+def _stored(row: Any) -> StoredReply:
+    state = State(row["status"])
+    ended = state is State.ENDED
+    usage = Usage(
+        input_tokens=row["input_tokens"], output_tokens=row["output_tokens"], cached_tokens=row["cached_tokens"]
+    )
+    view = ReplyView(
+        accepted=_accepted.decode(row["accepted"]),
+        text=_text(row["output"]),
+        ids=row["token_ids"],
+        reason=EndReason(row["reason"]) if ended else None,
+        usage=usage if ended else None,
+        checked=row["checked"],
+        withdrawn=row["withdrawn"],
+        log_alive=False,
+        ended_s=row["ended_s"],
+        detail=row["detail"],
+    )
+    return StoredReply(view, state)
+
+
+async def _claim(conn: Connection, accepted: Accepted, idempotency: IdempotencyKey) -> bool:
+    """True when the key is ours. Waits for a transaction that holds it and has not committed."""
+    mine = await conn.fetchval(
+        "INSERT INTO idempotency (org, usr, key, body_hash, reply_id, created_at)"
+        " VALUES ($1, $2, $3, $4, $5, to_timestamp($6)) ON CONFLICT DO NOTHING RETURNING true",
+        accepted.org,
+        accepted.user,
+        idempotency.key,
+        idempotency.body_hash,
+        accepted.reply_id,
+        accepted.created_s,
+    )
+    return bool(mine)
+
+
+async def _claim_of(conn: Connection, org: str, user: str, key: str) -> Claim | None:
+    row = await conn.fetchrow(
+        "SELECT reply_id, body_hash, queued FROM idempotency WHERE org = $1 AND usr = $2 AND key = $3",
+        org,
+        user,
+        key,
+    )
+    return None if row is None else Claim(row["reply_id"], row["body_hash"], row["queued"])
+
+
+async def _insert_reply(conn: Connection, new: NewReply) -> None:
+    accepted, echo = new.accepted, new.accepted.echo
+    await conn.execute(
+        "INSERT INTO replies (id, org, usr, conversation_id, parent_id, model, tokenizer, tier, status, created_at,"
+        " deadline_at, accepted, sampling, message_tokens, input_tokens)"
+        " VALUES ($1, $2, $3, $4, $5, $6, $7, $8, $9, to_timestamp($10), to_timestamp($11), $12, $13, $14, $15)",
+        accepted.reply_id,
+        accepted.org,
+        accepted.user,
+        echo.conversation_id,
+        echo.previous_response_id,
+        accepted.model,
+        new.tokenizer,
+        accepted.tier.value,
+        State.ACCEPTED.value,
+        accepted.created_s,
+        accepted.created_s + accepted.deadline_s,
+        _json(accepted),
+        _json(new.sampling),
+        sum(len(item.ids) for item in new.items),
+        accepted.input_tokens,
+    )
+    await conn.executemany(
+        "INSERT INTO items (reply_id, position, id, org, usr, role, content, token_ids)"
+        " VALUES ($1, $2, $3, $4, $5, $6, $7, $8)",
+        [
+            (
+                accepted.reply_id,
+                position,
+                encoded.item.id,
+                accepted.org,
+                accepted.user,
+                encoded.item.role,
+                _json(TextContent(text=encoded.item.text)),
+                pack_ids(encoded.ids),
+            )
+            for position, encoded in enumerate(new.items)
+        ],
+    )
+    await conn.execute(
+        "INSERT INTO outbox (reply_id, org, usr, subject, payload, created_at)"
+        " VALUES ($1, $2, $3, $4, $5, to_timestamp($6))",
+        accepted.reply_id,
+        accepted.org,
+        accepted.user,
+        new.lane_subject,
+        new.request,
+        accepted.created_s,
+    )
+
+
+async def _archive(conn: Connection, ended: EndedReply) -> Archived:
+    stored = await conn.fetchval(
+        "UPDATE replies SET status = 'ended', reason = $2, detail = $3, ended_at = to_timestamp($4),"
+        " output = CASE WHEN withdrawn THEN '[]' ELSE $5::json END,"
+        " token_ids = CASE WHEN withdrawn THEN ''::bytea ELSE $6 END,"
+        " cached_tokens = $7, output_tokens = $8, attempts = $9, checked = $10"
+        " WHERE id = $1 AND status = ANY($11) RETURNING true",
+        ended.accepted.reply_id,
+        ended.reason.value,
+        ended.detail,
+        ended.ended_s,
+        _json((TextContent(text=ended.text),)),
+        ended.ids,
+        ended.usage.cached_tokens,
+        ended.usage.output_tokens,
+        ended.attempts,
+        ended.checked,
+        _guard(Event.ENDED),
+    )
+    await conn.execute("DELETE FROM outbox WHERE reply_id = $1", ended.accepted.reply_id)
+    if stored:
+        return Archived.STORED
+    known = await conn.fetchval("SELECT true FROM replies WHERE id = $1", ended.accepted.reply_id)
+    return Archived.ALREADY if known else Archived.GONE
+
+
+async def _note_purge(conn: Connection, purge: Purge, due_s: float) -> None:
+    """A deletion stands above a withdrawal, and the earlier time counts."""
+    await conn.execute(
+        "INSERT INTO purges (reply_id, cause, due_at) VALUES ($1, $2, to_timestamp($3))"
+        " ON CONFLICT (reply_id) DO UPDATE SET due_at = least(purges.due_at, excluded.due_at),"
+        " cause = CASE WHEN purges.cause = 'deleted' THEN purges.cause ELSE excluded.cause END",
+        purge.reply_id,
+        purge.cause.value,
+        due_s,
+    )

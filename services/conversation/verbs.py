@@ -1,0 +1,163 @@
+"""What may be asked about a reply: get, cancel, delete, input items, withdraw; and whose key it is.
+
+A reply is looked for in its log first: a running one needs no database, so it is undisturbed while that is away. An
+ended one does: its rows may have been deleted, or its text taken back. Foreign and unknown ids have one answer.
+"""
+
+import msgspec
+
+from services.conversation.replies import State
+from services.conversation.store import Cause, Store, StoredReply
+from shared import clock
+from shared.bus import Bus
+from shared.errors import LogGoneError, RefusedError, TokenLogError
+from shared.ids import reply_place
+from shared.limits import LOG_AGE_S
+from shared.log_store import LogStore
+from shared.messages import (
+    Cancel,
+    Done,
+    End,
+    InputItems,
+    KeyFound,
+    KeyLookup,
+    Principal,
+    ReplyRef,
+    ReplyView,
+    WithdrawReply,
+    encode,
+    pack_ids,
+)
+from shared.outcomes import EndReason, Refusal, RefusalKind
+from shared.subjects import Names
+from shared.telemetry import Journal
+from shared.token_log import LogView
+
+# A log that a router may still need is purged when its end arrives here, or after this, when it has aged out anyway.
+PURGE_LATEST_S = LOG_AGE_S
+_END_S = 3.0  # to bring an `end` to stand while a user waits
+
+
+class Verbs:
+    def __init__(self, *, name: str, names: Names, store: Store, logs: LogStore, bus: Bus, journal: Journal) -> None:
+        self._name, self._names = name, names
+        self._store, self._logs, self._bus, self._journal = store, logs, bus, journal
+
+    async def get(self, ref: ReplyRef) -> ReplyView:
+        """Raises RefusedError: NOT_FOUND."""
+        log = await self._log(ref)
+        if log is not None and log.ended is None:
+            return _log_view(log)
+        stored = await self._store.reply(ref.principal, ref.reply_id)
+        if log is None:
+            return _found(ref, stored).view
+        return await self._ended_view(ref, log, stored)
+
+    async def _ended_view(self, ref: ReplyRef, log: LogView, stored: StoredReply | None) -> ReplyView:
+        """A reply whose ended log still stands."""
+        accepted = log.accepted
+        if accepted is not None and not accepted.echo.store:
+            cause = await self._store.purge_cause(ref.reply_id)
+            if cause is Cause.DELETED:
+                raise _not_found(ref)
+            view = _log_view(log)
+            return _taken_back(view) if cause is Cause.WITHDRAWN else view
+        view = _found(ref, stored).view
+        if _found(ref, stored).state is State.ENDED:
+            return msgspec.structs.replace(view, log_alive=not view.withdrawn)
+        return _taken_back(_log_view(log)) if view.withdrawn else _log_view(log)
+
+    async def cancel(self, ref: ReplyRef) -> ReplyView:
+        """The view after the end: the user's stop, or whatever ended it before. Raises RefusedError: NOT_FOUND."""
+        log = await self._log(ref)
+        if log is None or log.ended is not None:
+            return await self.get(ref)
+        return _log_view(await self._stop(ref.reply_id))
+
+    async def delete(self, ref: ReplyRef) -> Done:
+        """A running reply is ended first. Raises RefusedError: NOT_FOUND."""
+        view = await self.get(ref)
+        if view.reason is None and view.log_alive:
+            await self._stop(ref.reply_id)
+        await self._store.delete(ref.principal, ref.reply_id, clock.wall_s() + PURGE_LATEST_S)
+        if view.reason is not None and view.accepted.echo.store:
+            await self._store.hasten_purges([ref.reply_id], clock.wall_s())
+        self._journal.note("reply_deleted", ref.reply_id, was=view.reason)
+        return Done()
+
+    async def input_items(self, ref: ReplyRef) -> InputItems:
+        """Of a stored reply. Raises RefusedError: NOT_FOUND."""
+        _found(ref, await self._store.reply(ref.principal, ref.reply_id))
+        return InputItems(items=tuple(await self._store.input_items(ref.principal, ref.reply_id)))
+
+    async def key(self, lookup: KeyLookup) -> KeyFound:
+        """Raises RefusedError (NOT_FOUND) for an unknown or revoked key."""
+        principal = await self._store.key(lookup.digest)
+        if principal is None:
+            raise RefusedError(Refusal(kind=RefusalKind.NOT_FOUND, message="No such API key."))
+        return KeyFound(principal=principal)
+
+    async def withdraw(self, order: WithdrawReply) -> Done:
+        """From safety, not from a user: a flag on the last window came after the end."""
+        await self._store.withdraw(order.reply_id, clock.wall_s() + PURGE_LATEST_S)
+        self._journal.note("reply_withdrawn", order.reply_id, category=order.category, shown_tokens=order.shown_tokens)
+        return Done()
+
+    async def _log(self, ref: ReplyRef) -> LogView | None:
+        """The reply's log, when there is one and it is the principal's. Raises RefusedError: NOT_FOUND."""
+        place = reply_place(ref.reply_id)
+        if place is None or place.region != self._names.region:
+            raise _not_found(ref)
+        try:
+            log = await self._logs.read(ref.reply_id)
+        except (LogGoneError, TokenLogError):
+            return None
+        if log.accepted is None:
+            return None
+        if not _owns(ref.principal, log):
+            raise _not_found(ref)
+        return log
+
+    async def _stop(self, reply_id: str) -> LogView:
+        """`end` is the cancel; the control subject only makes it fast."""
+        end = End(reason=EndReason.USER_STOP, by=self._name, ended_s=clock.wall_s())
+        log = await self._logs.end(reply_id, end, _END_S)
+        reason = end.reason if log.ended is None else log.ended.reason
+        await self._bus.publish(self._names.cancel(reply_id), encode(Cancel(reply_id=reply_id, reason=reason)))
+        return log
+
+
+def _owns(principal: Principal, log: LogView) -> bool:
+    accepted = log.accepted
+    return accepted is not None and (accepted.org, accepted.user) == (principal.org, principal.user)
+
+
+def _log_view(log: LogView) -> ReplyView:
+    """What a log says of its reply."""
+    assert log.accepted is not None, "a log that was read has its head"
+    end = log.ended
+    return ReplyView(
+        accepted=log.accepted,
+        text=log.text,
+        ids=pack_ids(log.ids),
+        reason=None if end is None else end.reason,
+        usage=None if end is None else log.usage,
+        checked=True if end is None else end.checked,
+        ended_s=None if end is None else end.ended_s or None,
+        detail="" if end is None else end.detail,
+    )
+
+
+def _taken_back(view: ReplyView) -> ReplyView:
+    """The text of the log must not be shown any more, so the log counts as gone."""
+    return msgspec.structs.replace(view, text="", ids=b"", withdrawn=True, log_alive=False)
+
+
+def _found(ref: ReplyRef, stored: StoredReply | None) -> StoredReply:
+    if stored is None:
+        raise _not_found(ref)
+    return stored
+
+
+def _not_found(ref: ReplyRef) -> RefusedError:
+    return RefusedError(Refusal(kind=RefusalKind.NOT_FOUND, message=f"No reply {ref.reply_id} was found."))
