@@ -12,6 +12,7 @@ HEARTBEATS_MISSED_MAX = 3  # suspect after these *and* no log progress
 ACK_WAIT_S = 2.0  # an unextended lane delivery comes back after this: a question, not a verdict
 LEASE_EXTEND_S = 0.5
 STUCK_STEP_FACTOR = 3.0  # "stuck" = this many times the predicted step
+STUCK_STEP_S_MIN = 1.0  # and at least this: a short step on a busy machine is not stuck
 ATTEMPTS_MAX = 3  # `open` entries of one reply; then it ends as `failed`
 OPENS_MAX = 12  # the same with those that were refused or handed back, which are not held against the reply
 ASK_TIMEOUT_S = 0.5  # one question to a replica; then it is asked again

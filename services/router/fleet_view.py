@@ -10,7 +10,15 @@ Pure: times are arguments, in seconds of one monotonic clock.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from shared.limits import BLOCK_TOKENS, DISPATCH_CLAIM_S, HEARTBEAT_S, HEARTBEATS_MISSED_MAX, REPLICA_FORGET_S
+from shared.limits import (
+    BLOCK_TOKENS,
+    DISPATCH_CLAIM_S,
+    HEARTBEAT_S,
+    HEARTBEATS_MISSED_MAX,
+    REPLICA_FORGET_S,
+    STUCK_STEP_FACTOR,
+    STUCK_STEP_S_MIN,
+)
 from shared.messages import BlocksChanged, ReplicaHealth, block_hash_list
 
 SILENT_AFTER_S = HEARTBEAT_S * HEARTBEATS_MISSED_MAX
@@ -33,6 +41,13 @@ class NeedBlocks:
     replica: str
 
 
+@dataclass(frozen=True)
+class Restarted:
+    """Another process speaks under its name: what the one before ran is lost."""
+
+    replica: str
+
+
 @dataclass
 class ReplicaView:
     """One replica as far as this router knows."""
@@ -46,6 +61,11 @@ class ReplicaView:
     def silent(self, now: float) -> bool:
         """Enough heartbeats are missing. Not yet a verdict: a replica whose log grows is alive."""
         return now - self.heard_s > SILENT_AFTER_S
+
+    def stuck(self) -> bool:
+        """Its heartbeats come, but its step does not end. A long step is not a hang: its prediction counts."""
+        health = self.health
+        return health.step_age_s > max(STUCK_STEP_S_MIN, STUCK_STEP_FACTOR * health.step_predicted_s)
 
     def queue_tokens(self) -> int:
         """Prompt tokens that stand before a new one."""
@@ -79,13 +99,16 @@ class FleetView:
 
     def __init__(self) -> None:
         self._replicas: dict[str, ReplicaView] = {}
+        self._suspects: set[str] = set()
 
-    def on_health(self, health: ReplicaHealth, now: float) -> list[NeedBlocks]:
+    def on_health(self, health: ReplicaHealth, now: float) -> list[NeedBlocks | Restarted]:
         """A heartbeat. Another boot id is another process: nothing known of the one before holds."""
         view = self._replicas.get(health.replica)
         if view is None or view.health.boot_id != health.boot_id:
             self._replicas[health.replica] = ReplicaView(health, now)
-            return [NeedBlocks(health.replica)]
+            self._suspects.discard(health.replica)
+            restarted = [Restarted(health.replica)] if view is not None else []
+            return [*restarted, NeedBlocks(health.replica)]
         view.health, view.heard_s = health, now
         view.claims = {key: claim for key, claim in view.claims.items() if not _covered(claim, health, now)}
         return []
@@ -142,20 +165,20 @@ class FleetView:
         """Replicas of `model` that are heard of."""
         return [view for view in self._replicas.values() if view.health.model == model and not view.silent(now)]
 
-    def silent(self, replica: str, now: float) -> bool:
-        """Unknown replicas are silent: nothing speaks for them."""
-        view = self._replicas.get(replica)
-        return view is None or view.silent(now)
+    def suspect(self, replica: str, now: float) -> bool:
+        """Heartbeats missing, or stuck in a step. With a log that stands still this is a verdict, alone it is not.
 
-    def suspect(self, replica: str, *, boot_id: str | None, progress_s: float, now: float) -> bool:
-        """The verdict that lets a reply move: heartbeats missing *and* no log progress for as long.
-
-        A replica that speaks with another boot id than the one dispatched to has lost the attempt: a verdict at once.
+        Unknown replicas are suspect: nothing speaks for them.
         """
         view = self._replicas.get(replica)
-        if view is not None and boot_id is not None and view.health.boot_id != boot_id:
-            return True
-        return self.silent(replica, now) and now - progress_s > SILENT_AFTER_S
+        return view is None or view.silent(now) or view.stuck()
+
+    def new_suspects(self, now: float) -> list[str]:
+        """Replicas that have become suspect since the last call."""
+        suspects = {name for name in self._replicas if self.suspect(name, now)}
+        new = sorted(suspects - self._suspects)
+        self._suspects = suspects
+        return new
 
     def forget(self, now: float) -> list[str]:
         """Drop replicas long silent, so that the view stays as large as the fleet; returns which."""

@@ -1,6 +1,6 @@
 """What is believed of the replicas: silence is not overload, claims survive flapping, gaps hide prefixes."""
 
-from services.router.fleet_view import SILENT_AFTER_S, FleetView, NeedBlocks
+from services.router.fleet_view import SILENT_AFTER_S, FleetView, NeedBlocks, Restarted
 from shared.limits import BLOCK_TOKENS, DISPATCH_CLAIM_S, REPLICA_FORGET_S
 from shared.messages import BlocksChanged, ReplicaHealth, StepModel
 
@@ -98,31 +98,35 @@ def test_missing_heartbeats_make_silent_not_overloaded():
     assert view.blocks_free() == 80
 
 
-def test_the_verdict_needs_silence_and_a_log_that_stands_still():
-    """A replica whose log grows is alive, whatever became of its heartbeats."""
+def test_suspect_is_silent_or_stuck():
+    """Missing heartbeats, or a step far past its prediction; a long predicted step is no hang."""
+    fleet = FleetView()
+    fleet.on_health(health(step_age_s=5.0, step_predicted_s=4.0), 0.0)
+    assert not fleet.suspect("r1", 0.1)
+    assert fleet.suspect("r1", SILENT_AFTER_S + 0.1)
+    fleet.on_health(health(step_age_s=5.0, step_predicted_s=0.1), 1.0)
+    assert fleet.suspect("r1", 1.0)
+    assert fleet.suspect("r9", 1.0), "nothing speaks for a replica nobody has heard of"
+
+
+def test_suspicion_is_told_once_each_time_it_begins():
+    """Leases hear of a replica when it becomes suspect, not four times a second."""
     fleet = FleetView()
     fleet.on_health(health(), 0.0)
-    late = SILENT_AFTER_S + 0.1
-    assert not fleet.suspect("r1", boot_id="b1", progress_s=late - 0.1, now=late)
-    assert fleet.suspect("r1", boot_id="b1", progress_s=0.0, now=late)
-    assert not fleet.suspect("r1", boot_id="b1", progress_s=0.0, now=SILENT_AFTER_S - 0.1)
+    assert fleet.new_suspects(0.1) == []
+    assert fleet.new_suspects(2.0) == ["r1"]
+    assert fleet.new_suspects(2.1) == []
+    fleet.on_health(health(), 2.2)
+    assert fleet.new_suspects(2.2) == []
+    assert fleet.new_suspects(4.0) == ["r1"]
 
 
-def test_another_boot_id_is_a_verdict_at_once():
-    """A replica that was restarted has lost what it ran, however alive it is."""
+def test_another_boot_id_is_a_restart():
+    """A replica that speaks again as another process has lost what it ran, and that is said."""
     fleet = FleetView()
     fleet.on_health(health(boot="b1"), 0.0)
-    fleet.on_health(health(boot="b2"), 0.25)
-    assert fleet.suspect("r1", boot_id="b1", progress_s=0.25, now=0.25)
-    assert not fleet.suspect("r1", boot_id="b2", progress_s=0.25, now=0.25)
-
-
-def test_an_unknown_replica_is_silent():
-    """A router that has just started has heard of nobody; log progress still speaks for an attempt."""
-    fleet = FleetView()
-    assert fleet.silent("r9", 0.0)
-    assert not fleet.suspect("r9", boot_id=None, progress_s=9.9, now=10.0)
-    assert fleet.suspect("r9", boot_id=None, progress_s=0.0, now=10.0)
+    assert fleet.on_health(health(boot="b2"), 0.25) == [Restarted("r1"), NeedBlocks("r1")]
+    assert fleet.on_health(health(boot="b2"), 0.5) == []
 
 
 def test_claims_take_room_until_a_heartbeat_covers_them():

@@ -1,0 +1,61 @@
+"""What a replica says of itself four times a second. Pure.
+
+The engine's figures are those after its last report; sequences that were handed to it since are counted on top, so that
+a heartbeat covers every dispatch it names.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from services.replica.attempt import Attempt
+from services.replica.engine_messages import EngineReady, EngineStats
+from shared.messages import ReplicaHealth
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Beat:
+    """Everything a heartbeat is made of."""
+
+    replica: str
+    boot_id: str
+    model: str
+    http: str
+    ready: EngineReady
+    stats: EngineStats
+    unseen: tuple[Attempt, ...]  # handed to the engine, not yet in its figures
+    dispatches: int
+    accepting: bool
+    step_age_s: float
+    step_predicted_s: float
+    tokens_per_s: float
+
+
+def heartbeat(beat: Beat) -> ReplicaHealth:
+    stats = beat.stats
+    return ReplicaHealth(
+        replica=beat.replica,
+        boot_id=beat.boot_id,
+        model=beat.model,
+        model_version=beat.ready.model_version,
+        accepting=beat.accepting,
+        blocks_total=stats.blocks_total,
+        blocks_free=stats.blocks_free,
+        running=stats.running,
+        running_max=beat.ready.running_max,
+        waiting=stats.waiting + len(beat.unseen),
+        waiting_tokens=_with_unseen(stats.waiting_tokens, beat.unseen),
+        step=stats.step,
+        step_age_s=beat.step_age_s,
+        step_predicted_s=beat.step_predicted_s,
+        tokens_per_s=beat.tokens_per_s,
+        http=beat.http,
+        dispatches=beat.dispatches,
+    )
+
+
+def _with_unseen(waiting_tokens: dict[str, int], unseen: Iterable[Attempt]) -> dict[str, int]:
+    tokens = dict(waiting_tokens)
+    for attempt in unseen:
+        tier = attempt.accepted.tier.value
+        tokens[tier] = tokens.get(tier, 0) + attempt.accepted.input_tokens + attempt.first_index
+    return tokens

@@ -1,0 +1,21 @@
+"""How often a replica appends: more tokens a chunk when there is more to say, or when the bus is slow. Pure."""
+
+from shared.limits import APPEND_LATENCY_FACTOR, APPENDS_PER_S_MAX, CHUNK_INTERVAL_S_MAX, CHUNK_INTERVAL_S_MIN
+
+_SMOOTHING = 0.1
+
+
+class ChunkPace:
+    """The coalescing interval, from the number of logs being written and the measured time of an append."""
+
+    def __init__(self) -> None:
+        self.append_s = 0.0  # smoothed
+
+    def measured(self, seconds: float) -> None:
+        """An append took this long until its ack."""
+        self.append_s += _SMOOTHING * (seconds - self.append_s)
+
+    def interval_s(self, writing: int) -> float:
+        """Seconds between two chunks of a log while `writing` logs are written."""
+        wanted = max(writing / APPENDS_PER_S_MAX, APPEND_LATENCY_FACTOR * self.append_s)
+        return min(CHUNK_INTERVAL_S_MAX, max(CHUNK_INTERVAL_S_MIN, wanted))
