@@ -5,21 +5,20 @@ checks ──> servers ──> services ──> keys ──> ready.json, the rea
 """
 
 import asyncio
-import fcntl
 import os
 import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
+from ops.checks import check_disk, check_model, check_ports, only_one
 from ops.credentials import Credentials, load_credentials
-from ops.files import free_port, port_is_free
+from ops.files import free_port
 from ops.leftovers import end_leftovers, remember
 from ops.local_keys import local_keys
 from ops.permissions import OPERATOR, SERVICES, USERS
@@ -34,11 +33,9 @@ from ops.service_unit import ServiceUnit
 from ops.supervisor import Supervisor
 from shared.catalog import STUB_FILE, local_catalog
 from shared.errors import ConfigError
-from shared.gguf import GgufFile
-from shared.limits import LOG_SHARDS, MIB
+from shared.limits import LOG_SHARDS
 from shared.subjects import Names
 
-DISK_FREE_MIN = 500 * MIB
 EXIT_FAILED = 1
 EXIT_INTERRUPTED = 130
 
@@ -50,46 +47,6 @@ class Servers:
     units: list[Unit]
     addresses: Addresses
     operator_nats: str  # with the operator's password
-
-
-# --- checks before anything starts ----------------------------------------------------------------------
-
-
-@contextmanager
-def only_one(data: Path) -> Iterator[None]:
-    """Hold the data folder; raises ConfigError when another `chorus up` does."""
-    with (data / "up.lock").open("a+") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            file.seek(0)
-            raise ConfigError(
-                f"`chorus up` (pid {file.read().strip() or 'unknown'}) already runs on {data}: "
-                "stop it first, or choose another folder with --data"
-            ) from error
-        file.truncate(0)
-        file.write(str(os.getpid()))
-        file.flush()
-        yield
-
-
-def check_machine(options: Options, data: Path, model_file: Path) -> None:
-    """Room on the disk, free ports, a readable model; raises ConfigError with what to do."""
-    free = shutil.disk_usage(data).free
-    if free < DISK_FREE_MIN:
-        raise ConfigError(
-            f"only {free // MIB} MiB are free where {data} lies, and {DISK_FREE_MIN // MIB} MiB are needed: "
-            "make room, or choose another folder with --data"
-        )
-    for port in range(options.port, options.port + GATEWAYS):
-        if not port_is_free(port):
-            raise ConfigError(f"port {port} is in use: choose another with --port (the second gateway takes the next)")
-    if options.stub:
-        return
-    if not model_file.exists():
-        raise ConfigError(f"no model file {model_file}: run `chorus models fetch`, or name one with --model-file")
-    with GgufFile(model_file):  # its head is read and every offset checked
-        pass
 
 
 # --- the servers ----------------------------------------------------------------------------------------
@@ -227,19 +184,15 @@ class Region:
 
 def run_up(options: Options, data: Path, model_file: Path, env: Mapping[str, str]) -> int:
     """The command; returns the exit status. Raises ConfigError when it cannot begin."""
-    try:
-        data.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"the data folder {data} cannot be made ({error.strerror}): choose another with --data"
-        ) from error
     with only_one(data):
         remove_ready(data)
         if names := end_leftovers(data / "processes.json"):
             print(f"ended from an earlier start: {', '.join(names)}", flush=True)
-        check_machine(options, data, model_file)
-        region = Region(options, data, model_file, env)
-        return asyncio.run(_until_signalled(region))
+        check_disk(data, shutil.disk_usage(data).free)
+        check_ports(range(options.port, options.port + GATEWAYS))
+        if not options.stub:
+            check_model(model_file)
+        return asyncio.run(_until_signalled(Region(options, data, model_file, env)))
 
 
 async def _until_signalled(region: Region) -> int:
