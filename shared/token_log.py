@@ -155,9 +155,13 @@ def chunk_texts(chunk: Chunk) -> list[str]:
     return texts
 
 
-def attempts_left(view: LogView) -> int:
-    """Attempts are counted by `open` entries, never by deliveries; those given back unharmed do not count."""
-    return min(ATTEMPTS_MAX - (view.attempts - view.returned), OPENS_MAX - view.attempts)
+def attempts_left(view: LogView, *, given_back: bool = False) -> int:
+    """Attempts are counted by `open` entries, never by deliveries; those given back unharmed do not count.
+
+    `given_back` says that of the last one, which only the next `open` will say in the log.
+    """
+    spent = view.attempts - view.returned - given_back
+    return min(ATTEMPTS_MAX - spent, OPENS_MAX - view.attempts)
 
 
 # --- a canceller ------------------------------------------------------------------------------------------
