@@ -33,7 +33,8 @@ answered by exactly one event with the same ticket (an error or a timeout is an 
 """
 
 import heapq
-from collections.abc import Callable, Mapping
+import itertools
+from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from typing import Any, ClassVar
 
@@ -121,9 +122,15 @@ _Handler = Callable[[Any, Any, float], list[Command]]
 
 
 class Lease:
-    """One lane message in hand. `suspect(replica, now)` is the heartbeat verdict: silent, or stuck in a step."""
+    """One lane message in hand.
 
-    def __init__(self, delivered: Delivered, *, router: str, suspect: Suspect, now: float) -> None:
+    `suspect(replica, now)` is the heartbeat verdict: silent, or stuck in a step. `tickets` are never used twice, not
+    even by two leases of the same reply: an answer to the one before must not be taken for one to this.
+    """
+
+    def __init__(
+        self, delivered: Delivered, *, router: str, suspect: Suspect, tickets: Iterator[int], now: float
+    ) -> None:
         self.reply_id = delivered.reply_id
         self.request = delivered.request
         self.state = State.READING
@@ -133,14 +140,16 @@ class Lease:
         self._deadline = now + delivered.deadline_left_s
         self._present_at = now
         self._draining = False
-        self._ticket = 0
+        self._tickets = tickets
+        self._ticket = -1  # of the answer we wait for
         self._timer = now  # of the state: when a pause is over, a check is due, or an answer is overdue
         self._extend_at = now + LEASE_EXTEND_S
         self._opening: Open | None = None
         self._ending: tuple[EndReason, str] | None = None  # decided and not yet standing
         # what is known of the last attempt in the log
         self._taken = 0  # the attempt that its replica has confirmed to us
-        self._over = 0  # the attempt that is over
+        self._over = 0  # the attempt that its replica says is over
+        self._verdict = 0  # the attempt that we gave up, until the log says otherwise
         self._returned = 0  # the attempt that was refused or handed back
         self._still = (0, now)  # the log's last sequence, and since when we have seen no other
         self._unanswered_s: float | None = None  # since when the replica leaves us without an answer
@@ -195,7 +204,7 @@ class Lease:
         self.state, self._timer = state, timer
 
     def _next_ticket(self) -> int:
-        self._ticket += 1
+        self._ticket = next(self._tickets)
         return self._ticket
 
     # --- reading: the log decides
@@ -220,7 +229,7 @@ class Lease:
             return self._pause(now, LEASE_RETRY_S)  # a copy of the stream that lags answered
         self.view = event.view
         if self.view.last_seq != self._still[0]:
-            self._still, self._unanswered_s = (self.view.last_seq, now), None
+            self._still, self._unanswered_s, self._verdict = (self.view.last_seq, now), None, 0
         if self.view.ended is not None:
             return self._archive(now)
         if self.view.accepted is None:
@@ -236,9 +245,9 @@ class Lease:
         opened = self.view.opened
         if opened is None:
             return self._wait(now)
-        if self._over < opened.attempt and self._gave_up(opened, now):
-            self._over = opened.attempt
-        if self._over >= opened.attempt:
+        if self._gave_up(opened, now):
+            self._verdict = opened.attempt
+        if self._is_over:
             return self._attempt_over(now)
         if self._suspect(opened.replica, now):
             return self._pause(now, PROGRESS_CHECK_S)
@@ -258,6 +267,10 @@ class Lease:
         """Nothing was written after the open, and its replica never told us that it took it."""
         return self.view.last_seq == self.view.open_seq and self._taken < self.view.attempts
 
+    @property
+    def _is_over(self) -> bool:
+        return 0 < self.view.attempts <= max(self._over, self._verdict)
+
     def _gave_up(self, opened: Open, now: float) -> bool:
         """The verdict on the last attempt: no progress, and a reason to think that none will come."""
         still_s = now - self._still[1]
@@ -268,8 +281,7 @@ class Lease:
         return self._unanswered_s is not None and now - self._unanswered_s >= UNANSWERED_S
 
     def _attempt_over(self, now: float) -> list[Command]:
-        given_back = 1 if self._returned == self.view.attempts else 0
-        if attempts_left(self.view) + given_back <= 0:
+        if attempts_left(self.view, given_back=self._returned == self.view.attempts) <= 0:
             return self._end(EndReason.FAILED, "The model could not finish this reply. Please try again.", now)
         return self._wait(now)
 
@@ -280,7 +292,7 @@ class Lease:
             self._go(State.GONE, now)
             return [Nak(reply_id=self.reply_id, ack_subject=self._ack_subject)]
         self._go(State.WAITING, now)
-        avoid = self.replica if self._over and self._over == self.view.attempts else None
+        avoid = self.replica if self._is_over else None
         return [Place(reply_id=self.reply_id, avoid=avoid or "")]
 
     def _leave_queue(self, then: list[Command]) -> list[Command]:
@@ -550,6 +562,7 @@ class LeaseTable:
         self._fleet_suspect = suspect
         self._leases: dict[str, Lease] = {}
         self._timers: list[tuple[float, str]] = []
+        self._tickets = itertools.count(1)
         self._due: dict[str, float] = {}  # per lease the one timer that counts; others in the heap are void
         self._draining = False
 
@@ -600,7 +613,9 @@ class LeaseTable:
         return commands
 
     def _take(self, event: Delivered, now: float) -> list[Command]:
-        lease = self.lease_type(event, router=self._router, suspect=self._suspect, now=now)
+        lease = self.lease_type(
+            event, router=self._router, suspect=self._suspect, tickets=self._tickets, now=now
+        )
         self._leases[event.reply_id] = lease
         commands = lease.start(now)
         if self._draining:
