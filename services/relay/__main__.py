@@ -1,4 +1,4 @@
-"""Composition root of the relay."""
+"""`python -m services.relay`."""
 
 from contextlib import AsyncExitStack
 
@@ -16,24 +16,17 @@ from shared.telemetry import Metrics, configure_logging
 
 async def run() -> None:
     settings = from_environment(RelaySettings)
-    log = configure_logging("relay", settings.name)
+    log, metrics = configure_logging("relay", settings.name), Metrics()
 
     async def make(stack: AsyncExitStack) -> tuple[RelayService, HealthDoors]:
-        bus = await connect(
-            settings.nats_url,
-            user=settings.nats_user or None,
-            password=settings.nats_password.reveal() or None,
-            name=settings.name,
-            inbox_prefix="_INBOX_relay",
-        )
+        user, password = settings.nats_user or None, settings.nats_password.reveal() or None
+        inbox = f"_INBOX_{user}" if user else "_INBOX"
+        bus = await connect(settings.nats_url, user=user, password=password, name=settings.name, inbox_prefix=inbox)
         stack.push_async_callback(bus.close)
-        metrics = Metrics()
         service = RelayService(settings, bus, LogStore(bus, Names(settings.region)), metrics, log)
-        doors = HealthDoors(service, metrics)
-        app = web.Application()
+        doors, app = HealthDoors(service, metrics), web.Application()
         doors.add_to(app)
-        port = await listen(stack, app, settings.http_host, settings.http_port)
-        log.info("listening", host=settings.http_host, port=port)
+        log.info("listening", port=await listen(stack, app, settings.http_host, settings.http_port))
         return service, doors
 
     await serve(make, log)

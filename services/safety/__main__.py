@@ -1,0 +1,39 @@
+"""`python -m services.safety`."""
+
+from contextlib import AsyncExitStack
+
+from aiohttp import web
+
+from services.safety.classifier import rule_classifier
+from services.safety.service import SafetyService
+from services.safety.settings import SafetySettings
+from shared.bus.nats import connect
+from shared.log_store import LogStore
+from shared.service import HealthDoors, listen, main, serve
+from shared.settings import from_environment
+from shared.subjects import Names
+from shared.telemetry import Metrics, configure_logging
+
+
+async def run() -> None:
+    settings = from_environment(SafetySettings)
+    log, metrics = configure_logging("safety", settings.name), Metrics()
+    classifier = rule_classifier(settings.safety_rules)
+
+    async def make(stack: AsyncExitStack) -> tuple[SafetyService, HealthDoors]:
+        user, password = settings.nats_user or None, settings.nats_password.reveal() or None
+        inbox = f"_INBOX_{user}" if user else "_INBOX"
+        bus = await connect(settings.nats_url, user=user, password=password, name=settings.name, inbox_prefix=inbox)
+        stack.push_async_callback(bus.close)
+        store = LogStore(bus, Names(settings.region))
+        service = SafetyService(settings, bus=bus, store=store, classifier=classifier, metrics=metrics, log=log)
+        doors, app = HealthDoors(service, metrics), web.Application()
+        doors.add_to(app)
+        log.info("listening", port=await listen(stack, app, settings.http_host, settings.http_port))
+        return service, doors
+
+    await serve(make, log)
+
+
+if __name__ == "__main__":
+    main(run)
