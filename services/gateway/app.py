@@ -1,0 +1,183 @@
+"""The HTTP application: request ids, errors in OpenAI's shape, the page, and the socket it is served on."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
+from aiohttp.typedefs import Middleware
+
+from services.gateway.doors import REQUEST_NAME, Doors
+from services.gateway.http import (
+    REQUEST_ID,
+    Problem,
+    ProblemError,
+    headers_too_large,
+    problem_of,
+    problem_of_status,
+    unavailable,
+)
+from shared import clock
+from shared.errors import BusError, ConfigError, RefusedError
+from shared.limits import BODY_BYTES_MAX, BODY_READ_S, HEADER_BYTES_MAX
+from shared.service import HealthDoors
+from shared.telemetry import Log
+
+_PAGE_HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-cache",
+}
+_SENTENCES = {
+    404: "There is nothing at this address.",
+    405: "This address does not take that method.",
+    413: f"The body is larger than {BODY_BYTES_MAX} bytes.",
+    431: f"The headers are larger than {HEADER_BYTES_MAX} bytes.",
+}
+_Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+_json = msgspec.json.Encoder().encode
+
+
+class Draining:
+    """Whether this gateway still takes new requests."""
+
+    def __init__(self) -> None:
+        self.on = False
+
+
+def make_app(doors: Doors, health: HealthDoors, web_dir: Path, draining: Draining, log: Log) -> web.Application:
+    app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[_envelope(draining, log)])
+    health.add_to(app)
+    doors.add_to(app)
+    if (web_dir / "index.html").is_file():
+        _add_page(app, web_dir)
+    return app
+
+
+def _envelope(draining: Draining, log: Log) -> Middleware:
+    """What is around every handler: an id for the request, and one shape for whatever goes wrong."""
+
+    @web.middleware
+    async def envelope(request: web.Request, handler: _Handler) -> web.StreamResponse:
+        request_id = request[REQUEST_NAME] = f"req_{clock.random_token()}"
+        try:
+            await _let_in(request, draining)
+            response = await handler(request)
+        except Exception as error:  # noqa: BLE001 - every kind has its answer; what has none is logged, a 500
+            response = _answer_to(error, log.bind(request_id=request_id, path=request.path))
+        if not response.prepared:
+            response.headers[REQUEST_ID] = request_id
+        return response
+
+    return envelope
+
+
+async def _let_in(request: web.Request, draining: Draining) -> None:
+    """Bounds that hold for every address; the body is read here, so that none is waited for without an end."""
+    if headers_too_large(request.raw_headers):
+        raise ProblemError(problem_of_status(431, _SENTENCES[431]))
+    if draining.on and request.path.startswith("/v1/"):
+        raise unavailable("This gateway is shutting down: ask another.")
+    if request.can_read_body:
+        try:
+            async with asyncio.timeout(BODY_READ_S):
+                await request.read()
+        except TimeoutError:
+            raise ProblemError(problem_of_status(408, "The body did not come in time.")) from None
+
+
+def _answer_to(error: Exception, log: Log) -> web.Response:
+    if isinstance(error, web.HTTPException):
+        return _shaped(error)
+    if isinstance(error, ProblemError):
+        return _problem(error.problem)
+    if isinstance(error, RefusedError):
+        return _problem(problem_of(error.refusal))
+    if isinstance(error, BusError):
+        log.warning("bus_failed", error=str(error))
+        return _problem(problem_of_status(503, "A part that is needed does not answer. Try again in a moment."))
+    log.error("request_failed", exc_info=error)
+    return _problem(problem_of_status(500, "Something went wrong on our side."))
+
+
+def _problem(problem: Problem) -> web.Response:
+    headers = {"Content-Type": "application/json", **problem.headers}
+    return web.Response(body=_json(problem.body), status=problem.status, headers=headers)
+
+
+def _shaped(error: web.HTTPException) -> web.Response:
+    """What aiohttp itself says no to."""
+    if error.status < 400:
+        raise error
+    response = _problem(problem_of_status(error.status, _SENTENCES.get(error.status, error.reason)))
+    if "Allow" in error.headers:
+        response.headers["Allow"] = error.headers["Allow"]
+    return response
+
+
+def _add_page(app: web.Application, web_dir: Path) -> None:
+    async def page(_: web.Request) -> web.FileResponse:
+        return web.FileResponse(web_dir / "index.html", headers=_PAGE_HEADERS)
+
+    async def harden(request: web.Request, response: web.StreamResponse) -> None:
+        if request.path.startswith("/web/"):
+            response.headers.update(_PAGE_HEADERS)
+
+    app.router.add_get("/", page)
+    app.router.add_static("/web", web_dir)
+    app.on_response_prepare.append(harden)
+
+
+class _Protocol(web.RequestHandler):
+    """What cannot even be parsed is answered in the same shape as everything else."""
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        if request.writer.output_size > 0:
+            raise ConnectionError("an answer is under way already")
+        if isinstance(exc, LineTooLong):
+            status = 431
+        if status >= 500:
+            self.log_exception("outside the application", exc_info=exc)
+        said = message if isinstance(exc, HttpProcessingError) and status == 400 else None
+        response = _problem(
+            problem_of_status(status, said or _SENTENCES.get(status, "Something went wrong on our side."))
+        )
+        response.force_close()
+        return response
+
+
+async def listen(stack: AsyncExitStack, app: web.Application, host: str, port: int) -> int:
+    """Serve `app` until the stack closes; returns the bound port (for port 0). Raises ConfigError when taken."""
+    loop = asyncio.get_running_loop()
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0)
+    await runner.setup()
+    stack.push_async_callback(runner.cleanup)
+    manager = runner.server
+    assert manager is not None, "set up above"
+
+    bounds: dict[str, Any] = {
+        "access_log": None,  # one `stream_closed` line says more
+        "max_line_size": HEADER_BYTES_MAX,
+        "max_field_size": HEADER_BYTES_MAX,
+    }
+
+    def protocol() -> _Protocol:
+        return _Protocol(manager, loop=loop, **bounds)
+
+    try:
+        server = await loop.create_server(protocol, host, port, backlog=1024, reuse_address=True)
+    except OSError as error:
+        raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror}. Choose another port.") from error
+    stack.callback(server.close)
+    return int(server.sockets[0].getsockname()[1])

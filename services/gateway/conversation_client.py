@@ -1,0 +1,90 @@
+"""Questions to the conversation service. Each may be asked twice: sends carry a key, the rest change nothing by it."""
+
+import asyncio
+from typing import TypeVar
+
+import msgspec
+
+from services.gateway.http import unavailable
+from shared import clock
+from shared.bus import Bus, BusMessage
+from shared.errors import BusError, BusTimeoutError, NoRespondersError, RefusedError
+from shared.limits import CONVERSATION_TRY_S, KEY_LOOKUP_S, PAYLOAD_BYTES_MAX, REQUEST_TIMEOUT_S
+from shared.messages import (
+    Done,
+    InputItem,
+    InputItems,
+    KeyFound,
+    KeyLookup,
+    Message,
+    Principal,
+    Refused,
+    ReplyRef,
+    ReplyView,
+    SendMessage,
+    Sent,
+    encode,
+)
+from shared.outcomes import Refusal, RefusalKind
+from shared.subjects import Names
+
+_RETRY_S = 0.1
+_ENVELOPE_BYTES = 4096  # the bus's own headers beside a payload
+
+_Answer = Sent | ReplyView | Done | InputItems | KeyFound | Refused
+_answer: msgspec.msgpack.Decoder[_Answer] = msgspec.msgpack.Decoder(_Answer)
+A = TypeVar("A", bound=Message)
+
+
+class Conversation:
+    """All methods raise RefusedError: with conversation's own refusal, or UNAVAILABLE when nobody answers in time."""
+
+    def __init__(self, bus: Bus, names: Names) -> None:
+        self._bus, self._names = bus, names
+
+    async def send(self, message: SendMessage) -> Sent:
+        return await self._ask("send", message, Sent)
+
+    async def get(self, ref: ReplyRef) -> ReplyView:
+        return await self._ask("get", ref, ReplyView)
+
+    async def cancel(self, ref: ReplyRef) -> None:
+        await self._ask("cancel", ref, Done)
+
+    async def delete(self, ref: ReplyRef) -> None:
+        await self._ask("delete", ref, Done)
+
+    async def input_items(self, ref: ReplyRef) -> tuple[InputItem, ...]:
+        return (await self._ask("input_items", ref, InputItems)).items
+
+    async def key(self, digest: bytes) -> Principal:
+        return (await self._ask("key", KeyLookup(digest=digest), KeyFound, timeout_s=KEY_LOOKUP_S)).principal
+
+    async def _ask(self, verb: str, question: Message, kind: type[A], timeout_s: float = REQUEST_TIMEOUT_S) -> A:
+        """Nobody there: again for a few seconds. No answer in time: once more, to another one with luck."""
+        subject, data = self._names.conversation(verb), encode(question)
+        if len(data) > PAYLOAD_BYTES_MAX - _ENVELOPE_BYTES:
+            said = f"The request is {len(data)} bytes when parsed; at most {PAYLOAD_BYTES_MAX - _ENVELOPE_BYTES} fit."
+            raise RefusedError(Refusal(kind=RefusalKind.BAD_REQUEST, message=said))
+        give_up_s = clock.now_s() + min(CONVERSATION_TRY_S, timeout_s)
+        timeouts = 0
+        while True:
+            try:
+                return self._read(await self._bus.request(subject, data, timeout_s=timeout_s), kind)
+            except NoRespondersError:
+                if clock.now_s() >= give_up_s:
+                    break
+                await asyncio.sleep(_RETRY_S * (0.5 + clock.random_unit()))
+            except BusTimeoutError:
+                timeouts += 1
+                if timeouts == 2:
+                    break
+        raise unavailable("The conversation service does not answer. Try again in a moment.")
+
+    def _read(self, answer: BusMessage, kind: type[A]) -> A:
+        said = _answer.decode(answer.data)
+        if isinstance(said, Refused):
+            raise RefusedError(said.refusal)
+        if not isinstance(said, kind):
+            raise BusError(f"{type(said).__name__} is no answer to a question that wants {kind.__name__}")
+        return said

@@ -1,0 +1,81 @@
+"""The gateway: wires keys, conversation and relays to the HTTP doors."""
+
+import asyncio
+import contextlib
+from contextlib import AsyncExitStack
+
+import msgspec
+
+from services.gateway.app import Draining, listen, make_app
+from services.gateway.auth import Keys
+from services.gateway.conversation_client import Conversation
+from services.gateway.doors import Doors
+from services.gateway.measures import Measures
+from services.gateway.settings import GatewaySettings
+from services.gateway.streams import Relays
+from shared.bus import Bus, Subscription
+from shared.catalog import Catalog
+from shared.messages import KeyRevoked, decoder
+from shared.service import HealthDoors
+from shared.subjects import Names
+from shared.telemetry import Log, Metrics
+
+_revoked = decoder(KeyRevoked)
+
+
+class GatewayService:
+    """See `shared.service.Service` for the doors."""
+
+    def __init__(self, settings: GatewaySettings, catalog: Catalog, bus: Bus, metrics: Metrics, log: Log) -> None:
+        self._settings, self._bus, self._log = settings, bus, log
+        self._names = Names(settings.region)
+        conversation = Conversation(bus, self._names)
+        self._keys = Keys(conversation)
+        self._relays = Relays(bus, self._names, settings.name, metrics, log)
+        self._draining = Draining()
+        self._revocations: Subscription | None = None
+        self.health = HealthDoors(self, metrics)
+        self._doors = Doors(
+            settings=settings,
+            catalog=catalog,
+            keys=self._keys,
+            conversation=conversation,
+            relays=self._relays,
+            measures=Measures(metrics),
+            log=log,
+        )
+
+    async def listen(self, stack: AsyncExitStack) -> int:
+        """Open the HTTP doors until the stack closes; returns the port."""
+        app = make_app(self._doors, self.health, self._settings.web_dir, self._draining, self._log)
+        return await listen(stack, app, self._settings.http_host, self._settings.http_port)
+
+    async def start(self) -> None:
+        if self._revocations is None:
+            self._revocations = await self._bus.subscribe(self._names.keys)
+            await self._relays.start()
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._relays.run(), name="gateway.streams")
+            group.create_task(self._hear_revocations(), name="gateway.keys")
+
+    async def drain(self, deadline_s: float) -> None:
+        """Take nothing new; let streams end. Those that do not are cut when we leave, and resume elsewhere."""
+        self._draining.on = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                await self._relays.idle.wait()
+
+    def ready(self) -> str | None:
+        if self._revocations is None:
+            return "not yet subscribed"
+        return None if self._bus.connected else "the bus is away"
+
+    async def _hear_revocations(self) -> None:
+        assert self._revocations is not None, "start() first"
+        async for message in self._revocations:
+            try:
+                self._keys.revoked(_revoked.decode(message.data).key_id)
+            except msgspec.DecodeError as error:
+                self._log.warning("message_undecodable", subject=message.subject, error=str(error))

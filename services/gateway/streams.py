@@ -1,0 +1,399 @@
+"""Following replies through relays: frames in order, credits back, and another relay when one is lost.
+
+    frames.<gateway>.*  ──one subscription──> by stream id ──> a bounded inbox per stream ──next()──> Batch
+    relay.alive         ──> who lives         │
+    tick                ──> relay dead, bus back, frames dropped: the stream is *lost*, and opens again
+                                              │
+    relay.open  <── OpenStream after_seq ─────┘        credit.<relay> <── written(), close()
+
+A stream is lost when a frame number is missing, its relay falls silent or leaves, or frames were dropped on the
+way. It then opens under a new id after the last entry it has, so nothing is missed and late frames hit nobody.
+"""
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from services.gateway.http import unavailable
+from shared import clock
+from shared.bus import Bus, Subscription
+from shared.errors import BusError, BusTimeoutError, ChorusError, NoRespondersError
+from shared.limits import (
+    GATEWAY_FRAMES_MAX,
+    GATEWAY_STREAMS_MAX,
+    RELAY_ALIVE_S,
+    RELAY_GONE_S,
+    RELAY_MISSED_MAX,
+    RELAY_OPEN_S,
+    RELAY_TRY_S,
+    STREAM_CREDITS,
+)
+from shared.messages import (
+    Credit,
+    Frame,
+    Notice,
+    OpenStream,
+    Refused,
+    RelayAlive,
+    SequencedEntry,
+    StreamOpened,
+    decoder,
+    encode,
+)
+from shared.outcomes import RefusalKind
+from shared.subjects import Names
+from shared.telemetry import Log, Metrics
+
+_INBOX_FRAMES_MAX = 2 * STREAM_CREDITS  # a relay sends no more than the credits; the rest is slack for closings
+_STREAM_ID_BYTES = 8
+_RELAY_FORGET_S = 60.0
+
+_frame = decoder(Frame)
+_alive = decoder(RelayAlive)
+_opened: msgspec.msgpack.Decoder[StreamOpened | Refused] = msgspec.msgpack.Decoder(StreamOpened | Refused)
+
+
+class RelayGoneError(ChorusError):
+    """No relay could be had for RELAY_GONE_S."""
+
+
+@dataclass
+class Batch:
+    """What came since the last one: entries in order, the newest notice, and why nothing more comes."""
+
+    items: list[SequencedEntry] = field(default_factory=list)
+    notice: Notice | None = None
+    frames: int = 0
+    closing: str | None = None  # ended | gone
+
+
+class ReplyStream:
+    """One client's stream of one reply, over as many relays as it takes."""
+
+    def __init__(self, relays: "Relays", reply_id: str, *, presence: bool) -> None:
+        self.reply_id = reply_id
+        self.relay = ""
+        self.reopened = 0
+        self._relays = relays
+        self._presence = presence
+        self._id = ""
+        self._credit_subject = ""
+        self._last_seq = 0
+        self._next_number = 1
+        self._owed = 0  # frames written since the last credit
+        self._inbox: deque[bytes] = deque()
+        self._lost: str | None = "new"  # why it must be opened (again); "closed": never
+        self._doubt: str | None = None
+        self._tries = 0
+        self._lost_s = clock.now_s()
+        self._waiter: asyncio.Future[None] | None = None
+
+    async def next(self, timeout_s: float) -> Batch | None:
+        """The next batch, or None after `timeout_s`. Raises RelayGoneError when no relay can be had."""
+        until = clock.now_s() + timeout_s
+        while True:
+            batch = await self._open() if self._lost is not None else self._take()
+            if batch is not None:
+                return batch
+            left = until - clock.now_s()
+            if left <= 0:
+                return None
+            if self._lost is None:
+                await self._wait(left)
+            elif self._tries:
+                await asyncio.sleep(min(left, RELAY_TRY_S * (0.5 + clock.random_unit())))
+
+    def written(self, frames: int) -> None:
+        """So many frames are with the client: the relay may send as many more."""
+        self._owed += frames
+        if 2 * self._owed >= STREAM_CREDITS and self._lost is None:
+            self._relays.say(self._credit_subject, Credit(stream_id=self._id, count=self._owed))
+            self._owed = 0
+
+    def close(self) -> None:
+        """The client has all, or has left. Idempotent, and never waits."""
+        self._leave(tell=self._lost is None)
+        self._lost = "closed"
+
+    # --- called by Relays ------------------------------------------------------------------------------------
+
+    def put(self, data: bytes) -> None:
+        if len(self._inbox) >= _INBOX_FRAMES_MAX:
+            self.lose("overflow")
+            return
+        self._inbox.append(data)
+        self._wake()
+
+    def lose(self, why: str) -> None:
+        """What comes from now on is not to be trusted to be whole: open again."""
+        if self._lost is None:
+            self._leave(tell=True)
+            self._lost, self._lost_s, self._tries = why, clock.now_s(), 0
+            self._wake()
+        else:
+            self._doubt = why  # while opening: what was on its way may be lost too
+
+    # --- inside ----------------------------------------------------------------------------------------------
+
+    def _take(self) -> Batch | None:
+        """All that is here, as far as the frame numbers are whole."""
+        if not self._inbox:
+            return None
+        batch = Batch()
+        while self._inbox and batch.closing is None:
+            frame = _frame.decode(self._inbox.popleft())
+            if frame.number != self._next_number:
+                if frame.number > self._next_number:
+                    self.lose("gap")
+                    break
+                continue
+            self._next_number += 1
+            batch.frames += 1
+            self._keep(batch, frame)
+        return batch if batch.frames else None
+
+    def _keep(self, batch: Batch, frame: Frame) -> None:
+        for item in frame.entries:
+            if item.seq > self._last_seq:
+                self._last_seq = item.seq
+                batch.items.append(item)
+        batch.notice = frame.notice or batch.notice
+        if frame.closing in ("draining", "slow"):  # a client that took this batch is not slow: credits were lost
+            self.lose(frame.closing)
+        elif frame.closing is not None:
+            batch.closing = frame.closing
+            self._leave(tell=False)
+            self._lost = "closed"
+
+    async def _open(self) -> Batch | None:
+        """One try. Nobody there, or no answer: the stream stays lost, until it has been so for RELAY_GONE_S.
+
+        A log that is gone is a last batch.
+        """
+        if self._lost == "closed":
+            raise RelayGoneError("the stream is closed")
+        stream_id = clock.random_token(_STREAM_ID_BYTES)
+        self._inbox.clear()
+        self._id, self._next_number, self._owed, self._doubt = stream_id, 1, 0, None
+        self._tries += 1
+        self._relays.register(stream_id, self)
+        answer: StreamOpened | Refused | None = None
+        try:
+            answer = await self._relays.ask(self._question(stream_id))
+        finally:
+            if not isinstance(answer, StreamOpened):
+                self._relays.forget(stream_id)
+            if answer is None:  # a relay may have it all the same
+                self._relays.disown(stream_id)
+        if isinstance(answer, StreamOpened):
+            self._stands(answer)
+        elif answer is not None and answer.refusal.kind in (RefusalKind.GONE, RefusalKind.NOT_FOUND):
+            self._lost = "closed"
+            return Batch(closing="gone")
+        elif clock.now_s() - self._lost_s > RELAY_GONE_S:
+            raise RelayGoneError(f"no relay for {self.reply_id}")
+        return None
+
+    def _question(self, stream_id: str) -> OpenStream:
+        return OpenStream(
+            reply_id=self.reply_id,
+            stream_id=stream_id,
+            inbox=self._relays.inbox(stream_id),
+            after_seq=self._last_seq,
+            credits=STREAM_CREDITS,
+            presence=self._presence,
+        )
+
+    def _stands(self, answer: StreamOpened) -> None:
+        if self._lost != "new":
+            self.reopened += 1
+            self._relays.count_reopened(self._lost or "")
+        self.relay, self._credit_subject = answer.relay, answer.credit_subject
+        self._lost, self._tries = None, 0
+        self._relays.heard(answer.relay)
+        if self._doubt is not None:
+            self.lose(self._doubt)
+
+    async def _wait(self, timeout_s: float) -> None:
+        loop = asyncio.get_running_loop()
+        self._waiter = loop.create_future()
+        timer = loop.call_later(timeout_s, self._wake)
+        try:
+            await self._waiter
+        finally:
+            timer.cancel()
+            self._waiter = None
+
+    def _wake(self) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_result(None)
+
+    def _leave(self, *, tell: bool) -> None:
+        self._relays.forget(self._id)
+        if tell:
+            self._relays.say(self._credit_subject, Credit(stream_id=self._id, close=True))
+
+
+class Relays:
+    """All streams of this gateway: one subscription for their frames, one for who lives, one sender."""
+
+    def __init__(self, bus: Bus, names: Names, gateway: str, metrics: Metrics, log: Log) -> None:
+        self._bus, self._names, self._log = bus, names, log
+        # New at each start: frames for a gateway that was killed find nobody.
+        self._gateway = f"{gateway}-{clock.random_token(4)}"
+        self._streams: dict[str, ReplyStream] = {}
+        self._followed = 0
+        self.idle = asyncio.Event()  # nobody is followed
+        self.idle.set()
+        self._heard_s: dict[str, float] = {}  # relay -> when it was last heard of
+        self._outbox: deque[tuple[str, bytes]] = deque()  # bounded by the streams: a credit or a close for each
+        self._wake = asyncio.Event()
+        self._frames: Subscription | None = None
+        self._lives: Subscription | None = None
+        self._open_streams = metrics.gauge("gateway_streams", "replies this gateway follows for clients")
+        self._reopened = metrics.counter("gateway_reopened_total", "streams opened again at a relay, by why", ("why",))
+        self._strays = metrics.counter("gateway_stray_frames_total", "frames that no client waits for any more")
+        self._undecodable = metrics.counter("gateway_undecodable_total", "bus messages that could not be read")
+
+    async def start(self) -> None:
+        if self._frames is None:
+            subject = self._names.frames(self._gateway, "*")
+            self._frames = await self._bus.subscribe(subject, inbox_max=GATEWAY_FRAMES_MAX)
+            self._lives = await self._bus.subscribe(self._names.relay_alive)
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(self._hear_frames(), name="gateway.frames")
+            group.create_task(self._hear_lives(), name="gateway.relays")
+            group.create_task(self._tick(), name="gateway.tick")
+            group.create_task(self._send(), name="gateway.credits")
+
+    @contextlib.asynccontextmanager
+    async def follow(self, reply_id: str, *, presence: bool = True) -> AsyncIterator[ReplyStream]:
+        """A stream of `reply_id` from its first entry. Raises RefusedError UNAVAILABLE past GATEWAY_STREAMS_MAX."""
+        if self._followed >= GATEWAY_STREAMS_MAX:
+            raise unavailable("This gateway follows as many replies as it can.", 1.0)
+        stream = ReplyStream(self, reply_id, presence=presence)
+        self._count(+1)
+        try:
+            yield stream
+        finally:
+            stream.close()
+            self._count(-1)
+
+    def _count(self, change: int) -> None:
+        self._followed += change
+        self._open_streams.set(self._followed)
+        if self._followed:
+            self.idle.clear()
+        else:
+            self.idle.set()
+
+    # --- for the streams -------------------------------------------------------------------------------------
+
+    def inbox(self, stream_id: str) -> str:
+        return self._names.frames(self._gateway, stream_id)
+
+    def register(self, stream_id: str, stream: ReplyStream) -> None:
+        self._streams[stream_id] = stream
+
+    def forget(self, stream_id: str) -> None:
+        self._streams.pop(stream_id, None)
+
+    def heard(self, relay: str) -> None:
+        self._heard_s[relay] = clock.now_s()
+
+    def disown(self, stream_id: str) -> None:
+        """A stream that nobody here waits for: whichever relay has it may let it go."""
+        for relay in self._heard_s:
+            self.say(self._names.credit(relay), Credit(stream_id=stream_id, close=True))
+
+    def count_reopened(self, why: str) -> None:
+        self._reopened.labels(why).inc()
+
+    def say(self, subject: str, credit: Credit) -> None:
+        self._outbox.append((subject, encode(credit)))
+        self._wake.set()
+
+    async def ask(self, question: OpenStream) -> StreamOpened | Refused | None:
+        """A relay's answer, or None when there was none."""
+        try:
+            answer = await self._bus.request(self._names.relay_open, encode(question), timeout_s=RELAY_OPEN_S)
+        except (NoRespondersError, BusTimeoutError):
+            return None
+        return _opened.decode(answer.data)
+
+    # --- loops -----------------------------------------------------------------------------------------------
+
+    async def _hear_frames(self) -> None:
+        assert self._frames is not None, "start() first"
+        async for message in self._frames:
+            stream_id = message.subject[message.subject.rfind(".") + 1 :]
+            stream = self._streams.get(stream_id)
+            if stream is not None:
+                stream.put(message.data)
+            elif len(self._outbox) < GATEWAY_FRAMES_MAX:
+                self._strays.inc()
+                self.disown(stream_id)
+
+    async def _hear_lives(self) -> None:
+        assert self._lives is not None, "start() first"
+        async for message in self._lives:
+            try:
+                self.heard(_alive.decode(message.data).relay)
+            except msgspec.DecodeError as error:
+                self._undecodable.inc()
+                self._log.warning("message_undecodable", subject=message.subject, error=str(error))
+
+    async def _tick(self) -> None:
+        """Look after relays and the bus; a round that comes late itself says nothing about others."""
+        assert self._frames is not None, "start() first"
+        dropped, was_down, round_s = 0, False, RELAY_ALIVE_S / 2
+        looked_s = clock.now_s()
+        while True:
+            await asyncio.sleep(round_s)
+            now = clock.now_s()
+            late, looked_s = now - looked_s > 4 * round_s, now
+            if late:
+                self._heard_s = dict.fromkeys(self._heard_s, now)
+            if not self._bus.connected:
+                was_down = True
+                continue
+            if was_down or self._frames.dropped != dropped:
+                self._lose_all("bus" if was_down else "dropped")
+                was_down, dropped = False, self._frames.dropped
+                self._heard_s = dict.fromkeys(self._heard_s, now)
+            self._judge(now)
+
+    def _judge(self, now: float) -> None:
+        silent_s = RELAY_ALIVE_S * RELAY_MISSED_MAX
+        dead = {relay for relay, heard_s in self._heard_s.items() if now - heard_s > silent_s}
+        if not dead:
+            return
+        lost = [stream for stream in self._streams.values() if stream.relay in dead]
+        for stream in lost:
+            stream.lose("relay")
+        if lost:
+            self._log.warning("relay_silent", relays=sorted(dead), streams=len(lost))
+        for relay in dead:
+            if now - self._heard_s[relay] > _RELAY_FORGET_S:
+                del self._heard_s[relay]
+
+    def _lose_all(self, why: str) -> None:
+        for stream in list(self._streams.values()):
+            stream.lose(why)
+
+    async def _send(self) -> None:
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._outbox:
+                subject, data = self._outbox.popleft()
+                try:
+                    await self._bus.publish(subject, data)
+                except BusError as error:  # the relay runs out of credits, calls us slow, and we open again
+                    self._log.warning("not_said", subject=subject, error=str(error))
