@@ -143,18 +143,23 @@ class LogStore:
 
     async def _advance(self, reply_id: str, view: LogView) -> None:
         """Fold what stands after the view's last entry."""
-        entries = await self.read_entries(reply_id, view.last_seq)
+        messages = await self._messages(reply_id, view.last_seq)
+        entries = self._decoded(messages)
         if entries and view.last_seq == 0:
             check_head(reply_id, entries[0])
-        view.apply_all(entries)
+        for message, item in zip(messages, entries, strict=True):
+            view.apply(item.seq, item.entry, message.stored_s)
 
     async def read_entries(self, reply_id: str, after_seq: int = 0) -> list[SequencedEntry]:
         """All entries after `after_seq`, by batched reads until caught up."""
+        return self._decoded(await self._messages(reply_id, after_seq))
+
+    async def _messages(self, reply_id: str, after_seq: int) -> list[StreamMessage]:
         stream, subject = self._names.log_stream_of(reply_id), self._names.log_subject(reply_id)
-        found: list[SequencedEntry] = []
+        found: list[StreamMessage] = []
         while True:
             batch = await self._bus.read(stream, subject, from_seq=after_seq + 1, most=CATCH_UP_BATCH)
-            found += self._decoded(batch)
+            found += batch
             if len(batch) < CATCH_UP_BATCH:
                 return found
             after_seq = batch[-1].seq

@@ -74,9 +74,13 @@ class LogView:
     cached_tokens: int = 0
     ended: End | None = None
     last_seq: int = 0
+    first_token_s: float | None = None  # when the first chunk was stored, where that is known
 
-    def apply(self, seq: int, entry: Entry) -> None:
-        """Fold the next entry; raises TokenLogError and changes nothing when it may not stand here."""
+    def apply(self, seq: int, entry: Entry, stored_s: float | None = None) -> None:
+        """Fold the next entry; raises TokenLogError and changes nothing when it may not stand here.
+
+        `stored_s` is the server's timestamp, seconds since the epoch.
+        """
         if seq <= self.last_seq:
             raise TokenLogError(f"sequence {seq} does not follow {self.last_seq}")
         if self.ended is not None:
@@ -89,6 +93,7 @@ class LogView:
             self._open(seq, entry)
         elif isinstance(entry, Chunk):
             self._chunk(entry)
+            self.first_token_s = self.first_token_s or stored_s
         else:
             self.ended = entry
         self.last_seq = seq
