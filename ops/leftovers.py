@@ -15,7 +15,7 @@ import msgspec
 from ops.files import write_private
 from shared.errors import ConfigError
 
-_LEAVE_S = 10.0  # they were asked already; then they are killed
+LEAVE_S = 10.0  # they were asked already; then they are killed
 _KILLED_S = 5.0
 _POLL_S = 0.05
 
@@ -43,14 +43,14 @@ def remember(path: Path, processes: Iterable[tuple[str, int]]) -> None:
     write_private(path, msgspec.json.encode(known))
 
 
-def end_leftovers(path: Path) -> list[str]:
+def end_leftovers(path: Path, leave_s: float = LEAVE_S) -> list[str]:
     """Wait for what still runs from an earlier start, kill what does not leave; returns its names."""
     if not path.exists():
         return []
     with suppress(msgspec.DecodeError):  # half a file of an older kind tells nothing
         known = msgspec.json.decode(path.read_bytes(), type=list[Remembered])
         alive = [process for process in known if born(process.pid) == process.born]
-        late = _wait(alive, _LEAVE_S)
+        late = _wait(alive, leave_s)
         for process in late:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)

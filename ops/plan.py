@@ -81,6 +81,7 @@ def plan(
             "nats_password": password,
             "http_port": str(http_port),
             "catalog": machine.catalog_file,
+            "catalog_file": machine.catalog_file,
             "data_dir": machine.data,
             **own,
         }
@@ -109,6 +110,9 @@ def _replicas(options: Options, catalog: Catalog, cores: int) -> list[tuple[str,
     if options.stub_tps is not None:
         own["stub_tps"] = f"{options.stub_tps:g}"
     return [
-        (f"replica-{number}", {"model": card.id, "model_file": card.file, **own})
+        (
+            f"replica-{number}",
+            {"model": card.id, "model_file": card.file, "context_tokens": str(card.context_tokens), **own},
+        )
         for number, card in enumerate(cards, start=1)
     ]
