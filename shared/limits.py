@@ -23,6 +23,10 @@ LEASE_CHECK_S = 5.0  # a router that hears nothing of a running reply looks afte
 LEASE_RETRY_S = 0.25  # after a failed read, append or archive
 COMMAND_ANSWER_S = 15.0  # a command's answer that never came; the log is read again
 LOG_MISSING_S = 5.0  # a lane message whose log is missing is given back for this long
+ROUTER_SHARE_MIN = 4  # and at least this many from each lane consumer
+ROUTER_PULL_BATCH = 16
+ROUTER_PULL_S = 10.0  # one pull waits this long for messages
+ROUTER_TICK_S = 0.05  # timers of leases, verdicts on replicas
 
 # --- placement and dispatch --------------------------------------------------------------------------
 DISPATCH_TIMEOUT_S = 0.5  # router -> replica; then the outcome is unknown, and the replica is asked
@@ -146,6 +150,12 @@ STORE_ACQUIRE_S = 3.0  # wait for a free connection, connecting included; then t
 STORE_COMMAND_S = 5.0
 STORE_MIGRATE_S = 60.0  # one migration, or the wait for another process that migrates
 
+# --- usage -----------------------------------------------------------------------------------------
+USAGE_BATCH_MAX = 256  # records in one transaction
+USAGE_PULL_S = 5.0  # one pull, when there is nothing
+USAGE_RETRY_S_MIN = 0.2  # before a batch is tried again that the database did not take, doubling up to ...
+USAGE_RETRY_S_MAX = 10.0
+
 # --- service lifecycle -----------------------------------------------------------------------------
 DRAIN_S = 20.0  # SIGTERM -> finish or hand back; a second signal stops now
 
@@ -187,6 +197,7 @@ assert ATTEMPTS_MAX < OPENS_MAX
 assert COMMAND_ANSWER_S > LOG_END_S, "a canceller at work must not be taken for lost"
 assert BUS_RECONNECT_S_MIN < BUS_RECONNECT_S_MAX < ACK_WAIT_S, "a short loss of the bus must not cost a lease"
 assert SAFETY_PHRASE_CHARS_MAX * 3 < SAFETY_OVERLAP_CHARS, "a phrase cut by one window must stand whole in another"
+assert STORE_ACQUIRE_S + STORE_COMMAND_S < ARCHIVE_ACK_WAIT_S, "a write in hand must not be handed to another"
 assert FRAME_BYTES_MAX * 2 < PAYLOAD_BYTES_MAX, "a frame and its envelope must fit a bus message"
 assert SNAPSHOT_BLOCKS_MAX * 16 < PAYLOAD_BYTES_MAX
 assert OUTPUT_TOKENS_MAX * 4 < PAYLOAD_BYTES_MAX
