@@ -148,8 +148,8 @@ class Lease:
         self._ending: tuple[EndReason, str] | None = None  # decided and not yet standing
         # what is known of the last attempt in the log
         self._taken = 0  # the attempt that its replica has confirmed to us
-        self._over = 0  # the attempt that its replica says is over
-        self._verdict = 0  # the attempt that we gave up, until the log says otherwise
+        self._over = 0  # the attempt that is over: its replica says so, or we gave it up
+        self._over_seq: int | None = 0  # the log's last sequence then (None: at the next look); if it grows, it lives
         self._returned = 0  # the attempt that was refused or handed back
         self._still = (0, now)  # the log's last sequence, and since when we have seen no other
         self._unanswered_s: float | None = None  # since when the replica leaves us without an answer
@@ -229,7 +229,11 @@ class Lease:
             return self._pause(now, LEASE_RETRY_S)  # a copy of the stream that lags answered
         self.view = event.view
         if self.view.last_seq != self._still[0]:
-            self._still, self._unanswered_s, self._verdict = (self.view.last_seq, now), None, 0
+            self._still, self._unanswered_s = (self.view.last_seq, now), None
+        if self._over_seq is None:
+            self._over_seq = self.view.last_seq
+        elif self.view.last_seq != self._over_seq:
+            self._over = self._returned = 0
         if self.view.ended is not None:
             return self._archive(now)
         if self.view.accepted is None:
@@ -246,7 +250,7 @@ class Lease:
         if opened is None:
             return self._wait(now)
         if self._gave_up(opened, now):
-            self._verdict = opened.attempt
+            self._note_over(self.view.last_seq)
         if self._is_over:
             return self._attempt_over(now)
         if self._suspect(opened.replica, now):
@@ -269,7 +273,11 @@ class Lease:
 
     @property
     def _is_over(self) -> bool:
-        return 0 < self.view.attempts <= max(self._over, self._verdict)
+        return 0 < self.view.attempts <= self._over
+
+    def _note_over(self, seq: int | None) -> None:
+        """Until the log grows past `seq`: then somebody has dispatched the same open again, or it was only slow."""
+        self._over, self._over_seq = self.view.attempts, seq
 
     def _gave_up(self, opened: Open, now: float) -> bool:
         """The verdict on the last attempt: no progress, and a reason to think that none will come."""
@@ -372,7 +380,8 @@ class Lease:
     def _give_back(self, now: float) -> list[Command]:
         """The attempt did no harm and none was done to it. The second time in a row a fresh heartbeat is awaited."""
         again = self._returned > 0 and self._returned == self.view.attempts - 1
-        self._over = self._returned = self.view.attempts
+        self._returned = self.view.attempts
+        self._note_over(self.view.last_seq)
         return self._pause(now, LEASE_RETRY_S) if again else self._attempt_over(now)
 
     # --- asking: a question, not a verdict
@@ -393,7 +402,7 @@ class Lease:
         opened = self.view.opened
         if opened is not None and self._dispatchable:
             return self._dispatch(opened, now)  # it never came there
-        self._over = self.view.attempts
+        self._note_over(self.view.last_seq)
         return self._read(now)  # it may have ended just before it was asked
 
     def _held_by(self, router: str, now: float) -> list[Command]:
@@ -423,10 +432,10 @@ class Lease:
         if event.outcome == "adopted":
             return self._let_go(event, now) if self.state is State.RUNNING else []
         self._unanswered_s = None
-        if event.outcome in ("aborted", "failed"):
-            self._over = event.attempt
+        if event.outcome in ("aborted", "failed", "handed_back"):
+            self._note_over(None)
         if event.outcome == "handed_back":
-            self._over = self._returned = event.attempt
+            self._returned = event.attempt
         return self._read(now) if self.state in _ATTEMPT_STATES else []
 
     def _suspected(self, event: ReplicaSuspect | ReplicaRestarted, now: float) -> list[Command]:
