@@ -83,7 +83,7 @@ class Archive:
         outcomes = await self._store.archive(kept)
         gone = [ended for ended, outcome in zip(kept, outcomes, strict=True) if outcome is Archived.GONE]
         unkept = [ended for ended in replies if not ended.accepted.echo.store]
-        await self._store.hasten_purges([ended.accepted.reply_id for ended in (*gone, *unkept)], clock.wall_s())
+        await self._store.hasten_purges([ended.accepted.reply_id for ended in replies], clock.wall_s())
         for ended, outcome in zip(kept, outcomes, strict=True):
             if outcome is Archived.STORED:
                 self._finished(ended)

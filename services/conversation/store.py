@@ -278,24 +278,27 @@ class Store:
 
     # --- taking back -----------------------------------------------------------------------------------------
 
-    async def delete(self, principal: Principal, reply_id: str, purge_s: float) -> None:
-        """Rows go now; the log and its ENDED record at `purge_s`, or when the end arrives here."""
+    async def delete(self, principal: Principal, reply_id: str, *, now_s: float, latest_s: float) -> None:
+        """Rows go now; the log and its ENDED record when the end has been archived, at `latest_s` in any case."""
         async with self._connection() as conn, conn.transaction():
             owner = reply_id, principal.org, principal.user
-            await conn.execute("DELETE FROM replies WHERE id = $1 AND org = $2 AND usr = $3", *owner)
-            await conn.execute("DELETE FROM idempotency WHERE reply_id = $1 AND org = $2 AND usr = $3", *owner)
-            await _note_purge(conn, Purge(reply_id, Cause.DELETED), purge_s)
-
-    async def withdraw(self, reply_id: str, purge_s: float) -> None:
-        """A flag came late: the stored text goes, the reply itself stays."""
-        async with self._connection() as conn, conn.transaction():
-            await conn.execute(
-                "UPDATE replies SET withdrawn = true, output = '[]', token_ids = '' WHERE id = $1", reply_id
+            status = await conn.fetchval(
+                "DELETE FROM replies WHERE id = $1 AND org = $2 AND usr = $3 RETURNING status", *owner
             )
-            await _note_purge(conn, Purge(reply_id, Cause.WITHDRAWN), purge_s)
+            await conn.execute("DELETE FROM idempotency WHERE reply_id = $1 AND org = $2 AND usr = $3", *owner)
+            await _note_purge(conn, Purge(reply_id, Cause.DELETED), now_s if status == State.ENDED else latest_s)
+
+    async def withdraw(self, reply_id: str, *, now_s: float, latest_s: float) -> None:
+        """A flag came late: the stored text goes, the reply stays; the log and its ENDED record go as in `delete`."""
+        async with self._connection() as conn, conn.transaction():
+            status = await conn.fetchval(
+                "UPDATE replies SET withdrawn = true, output = '[]', token_ids = '' WHERE id = $1 RETURNING status",
+                reply_id,
+            )
+            await _note_purge(conn, Purge(reply_id, Cause.WITHDRAWN), now_s if status == State.ENDED else latest_s)
 
     async def hasten_purges(self, reply_ids: Sequence[str], now_s: float) -> None:
-        """Their ends were archived: nobody needs these logs any more. Only those that are to be purged anyway."""
+        """Their ends were archived: no router needs these logs any more, so a purge that waited for that is due."""
         async with self._connection(BATCH_S) as conn:
             await conn.execute(
                 "UPDATE purges SET due_at = least(due_at, to_timestamp($2)) WHERE reply_id = ANY($1)",

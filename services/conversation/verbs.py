@@ -33,7 +33,7 @@ from shared.subjects import Names
 from shared.telemetry import Journal
 from shared.token_log import LogView
 
-# A log that a router may still need is purged when its end arrives here, or after this, when it has aged out anyway.
+# A log that a router may still need is purged when its end arrives here, or after this: then it has aged out anyway.
 PURGE_LATEST_S = LOG_AGE_S
 _END_S = 3.0  # to bring an `end` to stand while a user waits
 
@@ -79,9 +79,8 @@ class Verbs:
         view = await self.get(ref)
         if view.reason is None and view.log_alive:
             await self._stop(ref.reply_id)
-        await self._store.delete(ref.principal, ref.reply_id, clock.wall_s() + PURGE_LATEST_S)
-        if view.reason is not None and view.accepted.echo.store:
-            await self._store.hasten_purges([ref.reply_id], clock.wall_s())
+        now_s = clock.wall_s()
+        await self._store.delete(ref.principal, ref.reply_id, now_s=now_s, latest_s=now_s + PURGE_LATEST_S)
         self._journal.note("reply_deleted", ref.reply_id, was=view.reason)
         return Done()
 
@@ -99,7 +98,8 @@ class Verbs:
 
     async def withdraw(self, order: WithdrawReply) -> Done:
         """From safety, not from a user: a flag on the last window came after the end."""
-        await self._store.withdraw(order.reply_id, clock.wall_s() + PURGE_LATEST_S)
+        now_s = clock.wall_s()
+        await self._store.withdraw(order.reply_id, now_s=now_s, latest_s=now_s + PURGE_LATEST_S)
         self._journal.note("reply_withdrawn", order.reply_id, category=order.category, shown_tokens=order.shown_tokens)
         return Done()
 
