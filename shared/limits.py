@@ -152,7 +152,7 @@ STORE_MIGRATE_S = 60.0  # one migration, or the wait for another process that mi
 
 # --- usage -----------------------------------------------------------------------------------------
 USAGE_BATCH_MAX = 256  # records in one transaction
-USAGE_PULL_S = 5.0  # one pull, when there is nothing
+USAGE_PULL_S = 2.0  # one pull, when there is nothing
 USAGE_RETRY_S_MIN = 0.2  # before a batch is tried again that the database did not take, doubling up to ...
 USAGE_RETRY_S_MAX = 10.0
 
