@@ -51,10 +51,7 @@ class ChatTemplate:
 
     def render(self, roles: Sequence[str]) -> Rendered:
         """The template around messages of these roles, with the start of the next reply after them."""
-        try:
-            parts = self._split.split(self._raw(roles))
-        except jinja2.TemplateError as error:
-            raise TemplateError(str(error)) from error
+        parts = self._split.split(self._raw(roles))
         return Rendered(literals=tuple(parts[0::2]), slots=tuple(int(place) for place in parts[1::2]))
 
     def _raw(self, roles: Sequence[str]) -> str:
@@ -62,7 +59,12 @@ class ChatTemplate:
             {"role": _ROLE_NAMES.get(role, role), "content": f"{_PAD}{self._mark}-{place}-{_PAD}"}
             for place, role in enumerate(roles)
         ]
-        return self._template.render(messages=messages, **self._constants)
+        try:
+            return self._template.render(messages=messages, **self._constants)
+        except TemplateError:
+            raise
+        except Exception as error:  # a template's own code may raise anything
+            raise TemplateError(f"{type(error).__name__}: {error}") from error
 
 
 def _refuse(message: str) -> NoReturn:
