@@ -17,8 +17,9 @@ from shared.errors import ConfigError
 
 PROBE_S = 0.05
 PROBE_SLOW_S = 0.5  # once a start takes long
-_QUICK_S = 5.0
+SAY_S = 10.0  # a person who waits is told for what, this often
 KILLED_S = 5.0  # the kernel needs a moment to take a killed process away
+_SENTENCE = "cannot start: "  # how our services begin the one that ends them
 
 
 class StartError(ConfigError):
@@ -109,14 +110,17 @@ class Supervisor:
     async def _until_ready(self, unit: Unit, child: Child) -> str | None:
         """None once it is ready; otherwise it has ended, or its time is over: why it is not."""
         missing: str | None = "it was not asked yet"
-        started = time.monotonic()
+        started, said_s = time.monotonic(), 0.0
         while (waited_s := time.monotonic() - started) < unit.start_s:
             if child.status is not None:
                 return f"it ended ({describe_exit(child.status)})"
             missing = await unit.probe()
             if missing is None and child.status is None:  # its own answer, not that of another on its port
                 return None
-            await asyncio.sleep(PROBE_S if waited_s < _QUICK_S else PROBE_SLOW_S)
+            if waited_s - said_s >= SAY_S:
+                said_s = waited_s
+                self._say(f"still waiting for {unit.name}: {missing}")
+            await asyncio.sleep(PROBE_S if waited_s < SAY_S else PROBE_SLOW_S)
         return f"not ready within {unit.start_s:g} s ({missing})"
 
     # --- the end -------------------------------------------------------------------------------------
@@ -158,7 +162,8 @@ def _why(kept: Kept, status: int, missing: str) -> str:
     words = kept.child.tail() if kept.child is not None else ""
     if kept.child is None or not words:
         return missing
-    if status == EXIT_CONFIG:
-        return words.splitlines()[-1].removeprefix("cannot start: ")
+    last = words.splitlines()[-1]
+    if status == EXIT_CONFIG and last.startswith(_SENTENCE):
+        return last.removeprefix(_SENTENCE)
     indented = "\n".join(f"    {line}" for line in words.splitlines())
     return f"{missing}\n  The end of {kept.child.command.log}:\n{indented}"

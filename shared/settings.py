@@ -20,6 +20,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import msgspec
 
+from shared.catalog import Catalog, parse_catalog
 from shared.errors import ConfigError
 from shared.limits import LOG_SHARDS
 
@@ -105,8 +106,18 @@ def from_environment(kind: type[S]) -> S:
     try:
         return load(kind, os.environ)
     except ConfigError as error:
-        print(error, file=sys.stderr)  # noqa: T201 - before any logging stands
+        print(f"cannot start: {error}", file=sys.stderr)  # noqa: T201 - before any logging stands
         sys.exit(EXIT_BAD_SETTINGS)
+
+
+def read_catalog(path: Path) -> Catalog:
+    """The models of the region, from the file that CHORUS_CATALOG names; raises ConfigError."""
+    try:
+        return parse_catalog(path.read_bytes())
+    except OSError as error:
+        raise ConfigError(
+            f"the model catalog {path} cannot be read: {error.strerror}. Check CHORUS_CATALOG."
+        ) from error
 
 
 def _parse(text: str, kind: Any) -> Any:
