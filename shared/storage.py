@@ -51,6 +51,8 @@ async def open_pool(dsn: str, *, name: str, stack: AsyncExitStack, size_max: int
     It connects when first used, so that a service starts while the database is away. `name` is shown in
     pg_stat_activity.
     """
+    if not dsn.startswith(("postgresql://", "postgres://")):
+        raise ConfigError("the PostgreSQL address must begin with postgresql://")
     try:
         pool = await asyncpg.create_pool(
             dsn,

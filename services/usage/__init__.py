@@ -1,0 +1,1 @@
+"""Usage and cost records to the ledger: durably, once per attempt, off the serving path."""
