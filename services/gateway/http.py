@@ -31,8 +31,8 @@ NONCE_PREFIX = "gw:"  # drawn by a gateway, so that its own second try cannot st
 DERIVED_PREFIX = "sdk:"  # derived from what was asked, when an SDK says that it tries again
 EVENT_NUMBER_MAX = terminal_event(OUTPUT_TOKENS_MAX)
 
-_VISIBLE = re.compile(r"^[\x21-\x7e]+$")
-_DIGITS = re.compile(r"^[0-9]{1,10}$")
+_VISIBLE = re.compile(r"[\x21-\x7e]+")
+_DIGITS = re.compile(r"[0-9]{1,10}")
 
 
 # --- server-sent events ----------------------------------------------------------------------------------
@@ -62,7 +62,7 @@ def resume_point(headers: Mapping[str, str], query: Mapping[str, str]) -> int:
         said, param = query.get("starting_after"), "starting_after"
     if said is None:
         return FROM_START
-    if _DIGITS.match(said) is None or int(said) > EVENT_NUMBER_MAX:
+    if _DIGITS.fullmatch(said) is None or int(said) > EVENT_NUMBER_MAX:
         raise bad_request(f"{param} must be an event number, 0 to {EVENT_NUMBER_MAX}.", param)
     return int(said)
 
@@ -78,7 +78,7 @@ def idempotency_key(headers: Mapping[str, str], principal: Principal, body_hash:
     """
     said = headers.get("Idempotency-Key")
     if said is not None:
-        if not 0 < len(said) <= IDEMPOTENCY_KEY_CHARS_MAX or _VISIBLE.match(said) is None:
+        if not 0 < len(said) <= IDEMPOTENCY_KEY_CHARS_MAX or _VISIBLE.fullmatch(said) is None:
             raise bad_request(
                 f"Idempotency-Key must be 1 to {IDEMPOTENCY_KEY_CHARS_MAX} visible ASCII characters.", "Idempotency-Key"
             )
@@ -163,4 +163,4 @@ def bearer_key(headers: Mapping[str, str]) -> str | None:
     """The key of an `Authorization: Bearer` header, or None when there is none that could be one."""
     scheme, _, key = headers.get("Authorization", "").partition(" ")
     key = key.strip()
-    return key if scheme.lower() == "bearer" and _VISIBLE.match(key) and len(key) <= 256 else None
+    return key if scheme.lower() == "bearer" and _VISIBLE.fullmatch(key) and len(key) <= 256 else None

@@ -6,7 +6,7 @@ we cannot honour (tools, images, log probabilities, n > 1) are refused by name, 
 
 import hashlib
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, TypeVar
 
 import msgspec
@@ -372,8 +372,7 @@ def _bound_input(items: Sequence[InputItem], echo: RequestEcho, param: str) -> N
 # --- decoding --------------------------------------------------------------------------------------------
 
 _B = TypeVar("_B")
-_TOO_DEEP = f"The JSON is nested deeper than {JSON_DEPTH_MAX} levels."
-_AT = re.compile(r" - at `\$\.?(.*)`$")
+_AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 _MISSING = re.compile(r"missing required field `(\w+)`")
 # Possessive, so that an unclosed string costs one pass.
 _STRING_OR_BRACKET = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
@@ -401,16 +400,15 @@ def _invalid(said: str) -> RefusedError:
 
 def _bound_depth(data: bytes) -> None:
     """Raises RefusedError for JSON nested deeper than JSON_DEPTH_MAX."""
-    if data.count(b"[") + data.count(b"{") <= JSON_DEPTH_MAX:
-        return
-    if depth_of(match[0] for match in _STRING_OR_BRACKET.finditer(data)) > JSON_DEPTH_MAX:
-        raise bad_request(_TOO_DEEP)
+    if data.count(b"[") + data.count(b"{") > JSON_DEPTH_MAX and depth_of(data) > JSON_DEPTH_MAX:
+        raise bad_request(f"The JSON is nested deeper than {JSON_DEPTH_MAX} levels.")
 
 
-def depth_of(pieces: Iterable[bytes]) -> int:
-    """The deepest nesting among strings and brackets in order."""
+def depth_of(data: bytes) -> int:
+    """The deepest nesting of brackets outside strings, in one pass."""
     depth = deepest = 0
-    for piece in pieces:
+    for match in _STRING_OR_BRACKET.finditer(data):
+        piece = match[0]
         if piece in (b"[", b"{"):
             depth += 1
             deepest = max(deepest, depth)
