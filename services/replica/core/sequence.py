@@ -1,0 +1,143 @@
+"""A sequence: a request inside the engine. It has tokens, and it catches up with them."""
+
+from collections.abc import Sequence as Ids
+from dataclasses import dataclass
+
+from services.replica.core.detokenize import ReplyText, Vocabulary
+from services.replica.core.plan import SampleParams, SeqChunk
+from shared.blocks import chain_root, next_hash
+from shared.limits import BLOCK_TOKENS
+from shared.messages import Sampling
+from shared.outcomes import EndReason
+from shared.tiers import Tier, rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Demand:
+    """What is asked of the engine. `written` are the reply's tokens that stand in its log already: a continuation."""
+
+    sequence_id: str
+    tier: Tier
+    prompt: Ids[int]
+    budget: int  # most output tokens, the written ones included
+    sampling: Sampling
+    seed: int
+    written: Ids[int] = ()
+    domain: bytes = b""  # salt of the block hash chain
+
+
+class Sequence:
+    """Its tokens, how far they are computed, its blocks, and the state of its text.
+
+        ids             ├─ prompt ─────────┼─ written ─┼─ sampled here ─┤  num_tokens
+        num_computed    ├──────────────────────────────────────┤            keys and values stand for these
+        num_published   ├─ full blocks whose hash is known to the pool ┤   in blocks
+
+    Decode is `num_tokens - num_computed == 1`; prefill, preemption and continuation are the same with more to do.
+    """
+
+    def __init__(self, demand: Demand, vocabulary: Vocabulary, *, arrival: int, now: float) -> None:
+        self.demand = demand
+        self.order = (rank(demand.tier), arrival)  # served first to last; preempted last to first
+        self.submitted_s = now
+        self.planned_s: float | None = None  # first admitted
+        self.first_token_s: float | None = None
+        self.ids = [*demand.prompt, *demand.written]
+        self.num_computed = 0
+        self.num_published = 0
+        self.blocks: tuple[int, ...] = ()
+        self.admission = 0  # numbers its stay in the batch; 0 while it waits
+        self.cached_tokens: int | None = None  # of the first admission; told with the first token
+        self.engine_s = 0.0
+        self.finish: EndReason | None = None
+        self._vocabulary = vocabulary
+        self._text = ReplyText(demand.sampling.stop)
+        self._hashes: list[bytes] = []
+        self._replay()
+
+    @property
+    def id(self) -> str:
+        return self.demand.sequence_id
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.ids)
+
+    @property
+    def num_written(self) -> int:
+        """Output tokens, here and before."""
+        return len(self.ids) - len(self.demand.prompt)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens to catch up with; 1 while decoding."""
+        return len(self.ids) - self.num_computed
+
+    @property
+    def queued_s(self) -> float:
+        """Submitted -> first admitted."""
+        return (self.submitted_s if self.planned_s is None else self.planned_s) - self.submitted_s
+
+    def _replay(self) -> None:
+        """Bring text and end conditions to where the tokens in the log left them; their text was shown already."""
+        prompt = len(self.demand.prompt)
+        for written, token in enumerate(self.demand.written, start=1):
+            self._release(token, written)
+            if self.finish is not None:
+                del self.ids[prompt + written :]
+                return
+        if self.num_written >= self.demand.budget:
+            self.finish = EndReason.MAX_TOKENS
+
+    def append(self, token: int) -> str:
+        """A sampled token; returns the text it releases. `finish` is set when it is the last one."""
+        self.ids.append(token)
+        return self._release(token, self.num_written)
+
+    def _release(self, token: int, written: int) -> str:
+        released = self._text.push(self._vocabulary.token_bytes[token])
+        self.finish = self._end_after(token, written, stopped=released.stopped)
+        if self.finish is None or released.stopped:
+            return released.text
+        return released.text + self._text.flush()
+
+    def _end_after(self, token: int, written: int, *, stopped: bool) -> EndReason | None:
+        if token in self._vocabulary.stop_ids and not self.demand.sampling.ignore_eos:
+            return EndReason.STOP_TOKEN
+        if stopped:
+            return EndReason.STOP_SEQUENCE
+        return EndReason.MAX_TOKENS if written >= self.demand.budget else None
+
+    def block_hash(self, index: int) -> bytes:
+        """The chained hash of full block `index`."""
+        while len(self._hashes) <= index:
+            last = self._hashes[-1] if self._hashes else chain_root(self.demand.domain)
+            at = len(self._hashes) * BLOCK_TOKENS
+            self._hashes.append(next_hash(last, self.ids[at : at + BLOCK_TOKENS]))
+        return self._hashes[index]
+
+    def chunk(self, count: int) -> SeqChunk:
+        """The next `count` tokens to compute, as a value."""
+        end = self.num_computed + count
+        return SeqChunk(
+            sequence_id=self.id,
+            admission=self.admission,
+            start=self.num_computed,
+            ids=tuple(self.ids[self.num_computed : end]),
+            blocks=self.blocks,
+            sample=self._sample_params() if end == len(self.ids) else None,
+        )
+
+    def _sample_params(self) -> SampleParams:
+        sampling = self.demand.sampling
+        if not penalised(sampling):
+            return SampleParams(sampling, self.demand.seed, self.num_written)
+        prompt = len(self.demand.prompt)
+        return SampleParams(
+            sampling, self.demand.seed, self.num_written, tuple(self.ids[:prompt]), tuple(self.ids[prompt:])
+        )
+
+
+def penalised(sampling: Sampling) -> bool:
+    """Earlier tokens change the odds, so that the sampler must see them."""
+    return sampling.presence_penalty != 0 or sampling.frequency_penalty != 0 or sampling.repetition_penalty != 1

@@ -1,0 +1,1 @@
+"""The models: weights, attention, sampling. The only place that imports torch."""

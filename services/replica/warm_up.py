@@ -1,0 +1,81 @@
+"""First steps of a fresh runner: they warm it, prove that it draws tokens, and measure how long steps take."""
+
+from collections.abc import Callable, Sequence
+
+from services.replica.core.block_pool import BlockPool
+from services.replica.core.detokenize import Vocabulary
+from services.replica.core.scheduler import Scheduler, SchedulerLimits
+from services.replica.core.sequence import Demand
+from services.replica.core.step_fit import StepSample, tokens_within
+from services.replica.runner import Runner
+from shared.errors import EngineError
+from shared.limits import BLOCK_TOKENS
+from shared.messages import Sampling, StepModel
+from shared.tiers import Tier
+
+# (sequences, prompt tokens of each): enough to tell base, per token and per context apart, in about a second.
+SHAPES = ((1, 16), (1, 128), (8, 16), (1, 64), (4, 96))
+STUB_SHAPES = ((1, 1), (1, 64))
+_DECODES = 2
+ALONE_STEP_S = 0.25  # longest step when nobody decodes: a cancelled prompt is gone within it
+MIXED_STEP_S = 0.1  # longest step while somebody waits for a next token
+STEP_TOKENS_MAX = 512
+
+
+def warm_up(
+    runner: Runner, vocabulary: Vocabulary, shapes: Sequence[tuple[int, int]], clock: Callable[[], float]
+) -> list[StepSample]:
+    """Run each shape twice and measure the second time. It leaves nothing behind: the blocks' new owner knows of none."""
+    samples: list[StepSample] = []
+    for count, length in shapes:
+        if count * (length + _DECODES) < runner.info.blocks_total * BLOCK_TOKENS and length < runner.info.context_max:
+            if shapes is not STUB_SHAPES:  # a script has nothing to warm
+                _measure(runner, vocabulary, count, length, clock)
+            samples += _measure(runner, vocabulary, count, length, clock)
+    if not samples:
+        raise EngineError("the engine has too few KV blocks to run anything: give it more memory")
+    return samples
+
+
+def _measure(
+    runner: Runner, vocabulary: Vocabulary, count: int, length: int, clock: Callable[[], float]
+) -> list[StepSample]:
+    limits = SchedulerLimits(
+        running_max=count,
+        waiting_max=count,
+        step_tokens_max=count * length + 1,
+        mixed_tokens_max=1,
+        reserve_blocks=0,
+        context_max=runner.info.context_max,
+    )
+    scheduler = Scheduler(pool=BlockPool(runner.info.blocks_total), vocabulary=vocabulary, limits=limits)
+    for number in range(count):
+        prompt = [(number * 7919 + place * 104729) % len(vocabulary) for place in range(length)]
+        sampling = Sampling(temperature=0.0, ignore_eos=True)
+        demand = Demand(
+            sequence_id=str(number), tier=Tier.PAID, prompt=prompt, budget=1 + _DECODES, sampling=sampling, seed=0
+        )
+        scheduler.submit(demand, 0.0)
+    samples = []
+    while scheduler.has_work:
+        plan = scheduler.plan(0.0)
+        began = clock()
+        result = runner.run(plan)
+        samples.append(StepSample(plan.tokens, plan.context_tokens, clock() - began))
+        if not all(0 <= token < len(vocabulary) for token in result.sampled):
+            raise EngineError("the test tokens are outside the vocabulary: model and tokenizer do not fit")
+        scheduler.commit(plan, result, 0.0)
+    return samples
+
+
+def step_budgets(model: StepModel, running_max: int, alone: int, mixed: int) -> tuple[int, int]:
+    """(step_tokens_max, mixed_tokens_max): as asked for, or what the measured step time allows, in whole blocks."""
+    least = running_max + BLOCK_TOKENS
+    alone = alone or _blocks_down(tokens_within(model, ALONE_STEP_S))
+    alone = max(least, min(alone, STEP_TOKENS_MAX))
+    mixed = mixed or _blocks_down(tokens_within(model, MIXED_STEP_S))
+    return alone, max(BLOCK_TOKENS, min(mixed, alone))
+
+
+def _blocks_down(tokens: int) -> int:
+    return tokens // BLOCK_TOKENS * BLOCK_TOKENS
