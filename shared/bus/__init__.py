@@ -70,6 +70,16 @@ class ConsumerSpec:
     ack_wait_s: float
 
 
+@dataclass
+class BusCounts:
+    """What went wrong and was survived, since the connection was made; for metrics."""
+
+    published_dropped: int = 0  # core publishes while disconnected, or behind a blocked link
+    inbox_dropped: int = 0  # messages that overflowed the client library before they reached an inbox
+    disconnects: int = 0
+    errors: int = 0  # what the client library reported, missing permissions among them
+
+
 class Subscription(Protocol):
     """A bounded inbox. What overflows is dropped, oldest kept, and counted in `dropped`."""
 
@@ -106,6 +116,9 @@ class Bus(Protocol):
     @property
     def connected(self) -> bool: ...
 
+    @property
+    def counts(self) -> BusCounts: ...
+
     # core subjects
     async def publish(
         self, subject: str, data: bytes, *, reply: str = "", headers: Mapping[str, str] | None = None
@@ -141,7 +154,10 @@ class Bus(Protocol):
         ...
 
     async def read(self, stream: str, subject: str, *, from_seq: int, most: int) -> list[StreamMessage]:
-        """Up to `most` messages of `subject` from `from_seq` on, in order, by batched direct get; [] when none."""
+        """Up to `most` messages of `subject` from `from_seq` on, in order, by batched direct get.
+
+        Fewer than `most` means that the subject's end, as it stood then, was reached; [] when there are none.
+        """
         ...
 
     async def last(self, stream: str, subject: str) -> StreamMessage | None:

@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from shared import clock
-from shared.bus import BusMessage, ConsumerSpec, Delivery, StreamMessage, StreamSpec, wire
+from shared.bus import BusCounts, BusMessage, ConsumerSpec, Delivery, StreamMessage, StreamSpec, wire
 from shared.bus.inbox import Inbox
 from shared.errors import (
     BusClosedError,
@@ -43,6 +43,12 @@ def subject_matches(pattern: str, subject: str) -> bool:
         if at >= len(given) or part not in ("*", given[at]):
             return False
     return len(wanted) == len(given)
+
+
+def _checked(subject: str) -> str:
+    if not subject or any(character in subject for character in " \t\r\n"):
+        raise BusError(f"{subject!r} is not a subject")
+    return subject
 
 
 def _overlap(a: str, b: str) -> bool:
@@ -152,7 +158,8 @@ class MemoryServer:
     def stop(self) -> None:
         """The server is killed: clients are disconnected, what waits for an answer fails."""
         self.up = False
-        self.wake()
+        for client in self._clients:
+            client.on_lost()
 
     def start(self) -> None:
         """It comes back: file streams keep all, memory streams are gone, deliveries keep their ack wait."""
@@ -353,11 +360,12 @@ class MemoryBus:
     """The `Bus` port on a `MemoryServer`. `disconnect` and `reconnect` play a lost connection of this client."""
 
     def __init__(self, server: MemoryServer) -> None:
-        self.published_dropped = 0
+        self.counts = BusCounts()
         self._server = server
         self._online = True
         self._gone = False
         self._inboxes: set[Inbox] = set()
+        self._asking: set[Inbox] = set()  # of requests under way
         self._numbers = itertools.count(1)
 
     @property
@@ -370,10 +378,17 @@ class MemoryBus:
 
     def disconnect(self) -> None:
         self._online = False
-        self._server.wake()
+        self.on_lost()
 
     def reconnect(self) -> None:
         self._online = True
+        self._server.wake()
+
+    def on_lost(self) -> None:
+        """No answer will come any more to what was asked."""
+        self.counts.disconnects += 1
+        for inbox in self._asking:
+            inbox.bus_gone()
         self._server.wake()
 
     async def _connection(self, timeout_s: float) -> None:
@@ -396,11 +411,12 @@ class MemoryBus:
         if self._gone:
             raise BusClosedError("the bus is closed")
         if not self.connected:
-            self.published_dropped += 1
+            self.counts.published_dropped += 1
             return
         self._route(BusMessage(subject, data, reply, dict(headers or {})))
 
     def _route(self, message: BusMessage) -> None:
+        _checked(message.subject)
         if len(message.data) > PAYLOAD_BYTES_MAX:
             raise BusError(f"{len(message.data)} bytes are more than the bus takes on {message.subject}")
         if message.subject.startswith("$JS.ACK."):
@@ -418,11 +434,17 @@ class MemoryBus:
         await self._connection(timeout_s)
         reply = f"_INBOX.memory.{id(self)}.{next(self._numbers)}"
         inbox = self._inbox(reply, "", 1)
+        self._asking.add(inbox)
         try:
-            if not self._server.route(BusMessage(subject, data, reply)):
+            if not self._server.route(BusMessage(_checked(subject), data, reply)):
                 raise NoRespondersError(f"nobody listens on {subject}")
             answer = await inbox.next(timeout_s)
+        except BusClosedError:
+            if self._gone:
+                raise
+            raise BusTimeoutError("the connection was lost; the effect is unknown") from None
         finally:
+            self._asking.discard(inbox)
             await inbox.close()
         if answer is None:
             raise BusTimeoutError(f"no answer on {subject} within {timeout_s:g} s")
@@ -430,7 +452,7 @@ class MemoryBus:
 
     async def subscribe(self, subject: str, *, queue: str = "", inbox_max: int = INBOX_MESSAGES_MAX) -> Inbox:
         await self._connection(REQUEST_TIMEOUT_S)
-        return self._inbox(subject, queue, inbox_max)
+        return self._inbox(_checked(subject), queue, inbox_max)
 
     def _inbox(self, subject: str, queue: str, inbox_max: int) -> Inbox:
         async def leave() -> None:
@@ -464,7 +486,7 @@ class MemoryBus:
         await self._connection(timeout_s)
         if len(data) > PAYLOAD_BYTES_MAX:
             raise BusError(f"{len(data)} bytes are more than the bus takes on {subject}")
-        stream = self._server.capturing(subject)
+        stream = self._server.capturing(_checked(subject))
         if stream is None:
             raise NoRespondersError(f"no stream captures {subject}")
         sent = dict(headers or {})

@@ -20,6 +20,7 @@ API = "$JS.API"
 NANOSECONDS = 1_000_000_000
 
 HEADER_STATUS = "Status"
+HEADER_DESCRIPTION = "Description"
 HEADER_EXPECTED_LAST = "Nats-Expected-Last-Subject-Sequence"
 HEADER_MESSAGE_ID = "Nats-Msg-Id"
 HEADER_SEQUENCE = "Nats-Sequence"
@@ -81,6 +82,12 @@ def error_of(error: ApiError, subject: str) -> BusError:
     if error.err_code in _ERR_FULL:
         return StreamFullError(text)
     return BusTimeoutError(text) if error.err_code in _ERR_NOT_NOW else BusError(text)
+
+
+def check(error: ApiError | None, subject: str) -> None:
+    """Raises what the server said, if it said no."""
+    if error is not None:
+        raise error_of(error, subject)
 
 
 def stream_config(spec: StreamSpec) -> dict[str, Any]:

@@ -42,7 +42,12 @@ class NatsServer:
             no_auth_user: anyone
             accounts {{ $SYS {{}}
               A {{ jetstream: enabled
-                   users: [{{user: anyone, password: any}}, {{user: known, password: right-one}}] }} }}
+                   users: [
+                     {{user: anyone, password: any}}
+                     {{user: known, password: right-one}}
+                     {{user: narrow, password: pw, permissions: {{
+                       publish: ["allowed.>", "_INBOX_narrow.>"], subscribe: ["allowed.>", "_INBOX_narrow.>"] }} }}
+                   ] }} }}
             """
         )
         binary = Path(sysconfig.get_path("scripts")) / "nats-server"

@@ -231,15 +231,15 @@ async def test_a_closed_bus_says_so_everywhere(world):
         with pytest.raises(BusClosedError):
             await asyncio.wait_for(task, S)
     for call in (
-        bus.publish("x", b""),
-        bus.request("x", b"", timeout_s=S),
-        bus.append("x", b"", timeout_s=S),
-        bus.subscribe("x"),
-        puller.pull(1, S),
-        bus.last("x", "x"),
+        lambda: bus.publish("x", b""),
+        lambda: bus.request("x", b"", timeout_s=S),
+        lambda: bus.append("x", b"", timeout_s=S),
+        lambda: bus.subscribe("x"),
+        lambda: puller.pull(1, S),
+        lambda: bus.last("x", "x"),
     ):
         with pytest.raises(BusClosedError):
-            await call
+            await call()
 
 
 async def test_close_flushes_what_was_published(world):
@@ -261,6 +261,33 @@ async def test_what_is_too_large_is_refused_here(world):
     with pytest.raises(BusError):
         await bus.append(f"{world.region}.lane.a", bytes(PAYLOAD_BYTES_MAX + 1), timeout_s=S)
     assert await bus.append(f"{world.region}.lane.a", b"fits", timeout_s=S) == 1
+
+
+@pytest.mark.parametrize("subject", ["", "a b", "a\r\nPUB evil 0\r\n", "a\tb"])
+async def test_what_is_no_subject_is_refused_here(world, subject):
+    """A subject with blanks or line breaks never reaches the wire, whatever the call."""
+    bus = await world.bus()
+    for call in (
+        lambda: bus.publish(subject, b""),
+        lambda: bus.request(subject, b"", timeout_s=S),
+        lambda: bus.append(subject, b"", timeout_s=S),
+        lambda: bus.subscribe(subject),
+    ):
+        with pytest.raises(BusError, match="subject"):
+            await call()
+
+
+async def test_a_request_in_flight_fails_with_its_connection(world):
+    """A request that waits for a silent responder learns of a lost connection long before its own deadline."""
+    bus = await world.bus()
+    inbox = await bus.subscribe(f"{world.region}.silent")
+    asking = asyncio.create_task(bus.request(f"{world.region}.silent", b"", timeout_s=LONG))
+    assert await inbox.next(S)
+    world.down()
+    with pytest.raises(BusTimeoutError):
+        await asyncio.wait_for(asking, S)
+    world.up()
+    assert bus.counts.disconnects == 1
 
 
 # --- streams ------------------------------------------------------------------------------------------------
@@ -717,13 +744,14 @@ async def test_while_down_a_wait_is_bounded(world):
     try:
         await until(lambda: not bus.connected)
         for call in (
-            bus.append(f"{world.region}.lane.a", b"", timeout_s=0.05),
-            bus.request(f"{world.region}.x", b"", timeout_s=0.05),
+            lambda: bus.append(f"{world.region}.lane.a", b"", timeout_s=0.05),
+            lambda: bus.request(f"{world.region}.x", b"", timeout_s=0.05),
         ):
             with pytest.raises(BusTimeoutError):
-                await call
+                await call()
         assert await puller.pull(1, 0.05) == []
         await bus.publish(f"{world.region}.x", b"lost")
+        assert bus.counts.published_dropped == 1
     finally:
         world.up()
     await until(lambda: bus.connected)

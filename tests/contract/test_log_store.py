@@ -326,9 +326,14 @@ async def test_a_log_without_its_head_is_gone(log):
     await log.accept(store)
     writer = await log.open(store)
     await log.write(store, writer, 8)
-    for call in (store.read(log.reply), store.end(log.reply, STOP), collect(store.follow(log.reply))):
+    calls = (
+        lambda: store.read(log.reply),
+        lambda: store.end(log.reply, STOP),
+        lambda: collect(store.follow(log.reply)),
+    )
+    for call in calls:
         with pytest.raises(LogGoneError):
-            await asyncio.wait_for(call, S)
+            await asyncio.wait_for(call(), S)
 
 
 async def test_an_undecodable_entry_is_an_error_and_counted(log):
@@ -337,9 +342,14 @@ async def test_an_undecodable_entry_is_an_error_and_counted(log):
     await log.write(store, writer, 1)
     last = await store.last(log.reply)
     await store.append(log.reply, last.seq, b"\xc1 not msgpack")
-    for call in (store.read(log.reply), store.last(log.reply), collect(store.follow(log.reply))):
+    calls = (
+        lambda: store.read(log.reply),
+        lambda: store.last(log.reply),
+        lambda: collect(store.follow(log.reply)),
+    )
+    for call in calls:
         with pytest.raises(TokenLogError, match="cannot be read"):
-            await asyncio.wait_for(call, S)
+            await asyncio.wait_for(call(), S)
     assert store.counts.undecodable == 3
 
 
