@@ -56,7 +56,8 @@ class ReplicaView:
     heard_s: float
     prefix: set[bytes] = field(default_factory=set)
     blocks_number: int | None = None  # None: the prefix set is not to be trusted, a snapshot is on its way
-    claims: dict[tuple[str, int], Claim] = field(default_factory=dict)
+    claims: dict[str, Claim] = field(default_factory=dict)  # by reply
+    left: int = 0  # attempts known to be over since the last heartbeat
 
     def silent(self, now: float) -> bool:
         """Enough heartbeats are missing. Not yet a verdict: a replica whose log grows is alive."""
@@ -75,7 +76,7 @@ class ReplicaView:
         return self.health.waiting + len(self.claims)
 
     def places_taken(self) -> int:
-        return self.health.running + self.queue_length()
+        return max(0, self.health.running + self.queue_length() - self.left)
 
     def blocks_free(self) -> int:
         """Free blocks that nobody who waits there will need for its prompt."""
@@ -109,7 +110,7 @@ class FleetView:
             self._suspects.discard(health.replica)
             restarted = [Restarted(health.replica)] if view is not None else []
             return [*restarted, NeedBlocks(health.replica)]
-        view.health, view.heard_s = health, now
+        view.health, view.heard_s, view.left = health, now, 0
         view.claims = {key: claim for key, claim in view.claims.items() if not _covered(claim, health, now)}
         return []
 
@@ -135,28 +136,34 @@ class FleetView:
             view.prefix = set(block_hash_list(snapshot.stored))
             view.blocks_number = snapshot.number
 
-    def claim(self, replica: str, reply_id: str, attempt: int, *, tokens: int, blocks: int, now: float) -> None:
-        """A dispatch is on its way: its room is taken before any heartbeat can say so."""
+    def claim(self, replica: str, reply_id: str, *, tokens: int, blocks: int, now: float) -> None:
+        """A dispatch is decided: its room is taken before any heartbeat can say so."""
         view = self._replicas.get(replica)
         if view is not None:
-            view.claims[(reply_id, attempt)] = Claim(tokens, blocks, now)
+            view.claims[reply_id] = Claim(tokens, blocks, now)
 
-    def confirm(self, replica: str, reply_id: str, attempt: int, number: int) -> None:
+    def confirm(self, replica: str, reply_id: str, number: int) -> None:
         """The replica took it as its `number`th dispatch: heartbeats that count that many cover it."""
         view = self._replicas.get(replica)
-        claim = view.claims.get((reply_id, attempt)) if view else None
+        claim = view.claims.get(reply_id) if view else None
         if view is None or claim is None:
             return
         if number <= view.health.dispatches:
-            del view.claims[(reply_id, attempt)]
+            del view.claims[reply_id]
         else:
-            view.claims[(reply_id, attempt)] = Claim(claim.tokens, claim.blocks, claim.made_s, number)
+            view.claims[reply_id] = Claim(claim.tokens, claim.blocks, claim.made_s, number)
 
-    def release(self, replica: str, reply_id: str, attempt: int) -> None:
-        """The dispatch was refused, or the attempt is over."""
+    def release(self, replica: str, reply_id: str) -> None:
+        """It was not dispatched after all, or refused."""
         view = self._replicas.get(replica)
         if view is not None:
-            view.claims.pop((reply_id, attempt), None)
+            view.claims.pop(reply_id, None)
+
+    def over(self, replica: str, reply_id: str) -> None:
+        """Its attempt is over: there is a place at once, not only with the next heartbeat."""
+        view = self._replicas.get(replica)
+        if view is not None and view.claims.pop(reply_id, None) is None:
+            view.left += 1
 
     def get(self, replica: str) -> ReplicaView | None:
         return self._replicas.get(replica)

@@ -76,9 +76,10 @@ class OpenUnknown(Answer):
 
 @dataclass(frozen=True, kw_only=True)
 class DispatchTaken(Answer):
-    """`Dispatched` came. `router`: whom the replica reports to."""
+    """`Dispatched` came. `router`: whom the replica reports to. `number`: its how many-th dispatch it was there."""
 
     router: str
+    number: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -135,11 +135,11 @@ def test_claims_take_room_until_a_heartbeat_covers_them():
     fleet.on_health(health(), 0.0)
     view = fleet.get("r1")
     assert view is not None
-    fleet.claim("r1", "reply", 1, tokens=160, blocks=11, now=0.0)
+    fleet.claim("r1", "reply", tokens=160, blocks=11, now=0.0)
     assert (view.blocks_free(), view.queue_tokens(), view.places_taken()) == (89, 160, 1)
     fleet.on_health(health(dispatches=0), 0.1)
     assert view.blocks_free() == 89, "that heartbeat was sent before it"
-    fleet.confirm("r1", "reply", 1, number=1)
+    fleet.confirm("r1", "reply", number=1)
     fleet.on_health(health(dispatches=1, waiting=1, waiting_tokens={"paid": 160}), 0.2)
     assert (view.blocks_free(), view.queue_tokens(), view.places_taken()) == (90, 160, 1)
 
@@ -150,9 +150,9 @@ def test_a_claim_confirmed_after_its_heartbeat_is_not_counted_twice():
     fleet.on_health(health(), 0.0)
     view = fleet.get("r1")
     assert view is not None
-    fleet.claim("r1", "reply", 1, tokens=16, blocks=2, now=0.0)
+    fleet.claim("r1", "reply", tokens=16, blocks=2, now=0.0)
     fleet.on_health(health(dispatches=1, running=1), 0.1)
-    fleet.confirm("r1", "reply", 1, number=1)
+    fleet.confirm("r1", "reply", number=1)
     assert view.places_taken() == 1
 
 
@@ -160,8 +160,8 @@ def test_claims_survive_flapping():
     """A replica that was silent and speaks again still has what was sent to it."""
     fleet = FleetView()
     fleet.on_health(health(), 0.0)
-    fleet.claim("r1", "reply", 1, tokens=16, blocks=2, now=0.0)
-    fleet.confirm("r1", "reply", 1, number=5)
+    fleet.claim("r1", "reply", tokens=16, blocks=2, now=0.0)
+    fleet.confirm("r1", "reply", number=5)
     fleet.on_health(health(dispatches=4), 10.0)
     view = fleet.get("r1")
     assert view is not None
@@ -179,11 +179,23 @@ def test_claims_do_not_leak():
     view = fleet.get("r1")
     assert view is not None
     for n in range(3):
-        fleet.claim("r1", f"reply{n}", 1, tokens=16, blocks=2, now=0.0)
-    fleet.release("r1", "reply0", 1)
+        fleet.claim("r1", f"reply{n}", tokens=16, blocks=2, now=0.0)
+    fleet.release("r1", "reply0")
     assert view.places_taken() == 2
     fleet.on_health(health(), DISPATCH_CLAIM_S + 0.1)
     assert view.places_taken() == 0
+
+
+def test_a_place_is_free_when_its_attempt_is_over():
+    """The next request need not wait for the heartbeat that says so, and that heartbeat is not counted twice."""
+    fleet = FleetView()
+    fleet.on_health(health(running=4), 0.0)
+    view = fleet.get("r1")
+    assert view is not None
+    fleet.over("r1", "reply")
+    assert view.places_taken() == 3
+    fleet.on_health(health(running=3), 0.25)
+    assert view.places_taken() == 3
 
 
 def test_replicas_long_gone_are_forgotten():

@@ -1,0 +1,528 @@
+"""The router: wires leases, the waiting room and the view of the fleet to the bus.
+
+    lane consumers ──Delivered──> LeaseTable ──Place──> WaitingRoom ──Match──> open ──> dispatch ──> replica
+                                     ^  │ ticketed commands                                             │
+                                     │  └──> Hands ──> token log, replicas, ENDED                       │
+                                     └── answers, AttemptOver, cancels, presence, verdicts <────────────┘
+
+Every event is handled at once and to the end: the lease's commands, then the placements that became possible. Acts on
+the bus run beside it as tasks, at most one per lease, and come back as events.
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+from collections import Counter
+from collections.abc import Coroutine
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+
+from services.router.fleet_view import FleetView, NeedBlocks
+from services.router.hands import Asked, Hands
+from services.router.lease_events import (
+    Ack,
+    AnnounceEnd,
+    Answer,
+    Answered,
+    AppendOpen,
+    Archive,
+    Archived,
+    ArchiveFailed,
+    AskReplica,
+    AskUnanswered,
+    AttemptEnded,
+    CancelHeard,
+    Command,
+    Delivered,
+    DispatchDeclined,
+    DispatchTaken,
+    DispatchUnknown,
+    Drain,
+    EndFailed,
+    Extend,
+    Nak,
+    OpenAppended,
+    OpenRefused,
+    OpenUnknown,
+    Place,
+    Placed,
+    PresenceHeard,
+    ReadFailed,
+    ReplicaRestarted,
+    ReplicaSuspect,
+    SendDispatch,
+    Tick,
+    Unplace,
+    Unplaceable,
+)
+from services.router.leases import Lease, LeaseTable, State
+from services.router.metrics import RouterMetrics
+from services.router.settings import RouterSettings
+from services.router.shares import Shares
+from services.router.waiting_room import Match, Unfit, WaitingRoom
+from shared import clock
+from shared.bus import Bus, BusMessage, Delivery, Subscription
+from shared.catalog import Catalog
+from shared.errors import BusClosedError, BusError, IllegalEventError
+from shared.limits import QUEUE_VIEW_S, REQUEST_TIMEOUT_S, ROUTER_PULL_BATCH, ROUTER_PULL_S, ROUTER_TICK_S
+from shared.log_store import LogStore
+from shared.messages import (
+    AttemptOver,
+    BlocksChanged,
+    Cancel,
+    GenerateRequest,
+    Message,
+    ReplicaHealth,
+    SafetyWatch,
+    decoder,
+    encode,
+)
+from shared.subjects import Names
+from shared.telemetry import Journal, Log, Metrics
+from shared.tiers import LANE_ORDER, Tier
+from shared.topology import lane_consumers, topology
+
+_request, _over = decoder(GenerateRequest), decoder(AttemptOver)
+_health, _blocks = decoder(ReplicaHealth), decoder(BlocksChanged)
+_RETRY_S = 0.25  # after the bus refused a pull or a snapshot
+_MOVING = frozenset(set(State) - {State.WAITING, State.RUNNING, State.PAUSED, State.GONE})
+T = TypeVar("T")
+
+
+class _Lane(NamedTuple):
+    """A lane consumer this router pulls from."""
+
+    stream: str
+    consumer: str
+    tier: Tier
+
+
+class RouterService:
+    """See `shared.service.Service` for the doors."""
+
+    def __init__(self, settings: RouterSettings, catalog: Catalog, bus: Bus, metrics: Metrics, log: Log) -> None:
+        self.router = settings.name
+        self._settings, self._bus, self._log = settings, bus, log
+        self._names = Names(settings.region)
+        self._models = [card.id for card in catalog.models]
+        self._fleet = FleetView()
+        self._table = LeaseTable(self.router, suspect=self._fleet.suspect, now=clock.now_s())
+        self._room = WaitingRoom(self._fleet)
+        self._hands = Hands(bus, LogStore(bus, self._names), self._names, self.router)
+        self._lanes = [
+            _Lane(spec.stream, spec.name, tier)
+            for tier in LANE_ORDER
+            for model in self._models
+            for spec in lane_consumers(self._names, tier, model)
+        ]
+        self._shares = Shares([lane.consumer for lane in self._lanes], settings.held_max)
+        self._room_made = asyncio.Event()
+        self._journal = Journal(bus, self._names, self.router, metrics)
+        self._count = RouterMetrics(metrics)
+        self._group: asyncio.TaskGroup | None = None
+        self._pulls: list[asyncio.Task[None]] = []
+        self._subscriptions: dict[str, Subscription] = {}
+        self._draining = False
+        self._calm = asyncio.Event()  # draining, and nothing is in motion any more
+        self._asked_blocks: set[str] = set()  # replicas whose snapshot is on its way
+
+    # --- the doors ---------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        if self._subscriptions:
+            return
+        names = self._names
+        await self._bus.apply(*topology(names, self._models, shards=self._settings.log_shards))
+        self._subscriptions = {
+            "over": await self._bus.subscribe(names.attempt_over(self.router)),
+            "health": await self._bus.subscribe(names.health("*")),
+            "blocks": await self._bus.subscribe(names.blocks("*")),
+            "cancel": await self._bus.subscribe(names.cancel("*")),
+            "presence": await self._bus.subscribe(names.presence("*")),
+        }
+
+    async def run(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                self._group = group
+                self._pulls = [
+                    group.create_task(self._pull(lane), name=f"router.{lane.consumer}") for lane in self._lanes
+                ]
+                for name, loop in self._loops().items():
+                    group.create_task(loop, name=f"router.{name}")
+        finally:
+            self._group = None
+
+    def _loops(self) -> dict[str, Coroutine[Any, Any, None]]:
+        return {
+            "overs": self._hear_overs(),
+            "health": self._hear_health(),
+            "blocks": self._hear_blocks(),
+            "cancels": self._hear_cancels(),
+            "presence": self._hear_presence(),
+            "tick": self._tick(),
+            "views": self._say_views(),
+            "journal": self._journal.run(),
+        }
+
+    async def drain(self, deadline_s: float) -> None:
+        """Give back what waits and see through what is in motion; what runs is kept alive by its replica, and comes
+        to another router when it is over.
+        """
+        for pull in self._pulls:
+            pull.cancel()
+        self._draining = True
+        self._handle(Drain())
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(deadline_s):
+                await self._calm.wait()
+
+    def ready(self) -> str | None:
+        if not self._subscriptions:
+            return "not yet subscribed"
+        return None if self._bus.connected else "the bus is away"
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
+        if self._group is None:
+            work.close()  # we are leaving
+        else:
+            self._group.create_task(work)
+
+    # --- the lanes ---------------------------------------------------------------------------------------
+
+    async def _pull(self, lane: _Lane) -> None:
+        """Keep this consumer's share filled, and no more."""
+        puller = self._bus.puller(lane.stream, lane.consumer)
+        try:
+            while True:
+                room = self._shares.room(lane.consumer)
+                if room == 0:
+                    self._room_made.clear()
+                    await self._room_made.wait()
+                    continue
+                try:
+                    deliveries = await puller.pull(min(room, ROUTER_PULL_BATCH), ROUTER_PULL_S)
+                except BusClosedError:
+                    raise
+                except BusError as error:
+                    self._log.warning("pull_failed", consumer=lane.consumer, error=str(error))
+                    await asyncio.sleep(_RETRY_S)
+                    continue
+                for delivery in deliveries:
+                    self._on_delivery(lane, delivery)
+        finally:
+            with contextlib.suppress(BusError):
+                await puller.close()
+
+    def _on_delivery(self, lane: _Lane, delivery: Delivery) -> None:
+        self._count.deliveries.labels(lane.tier, str(delivery.delivered > 1).lower()).inc()
+        try:
+            request = _request.decode(delivery.data)
+        except msgspec.DecodeError as error:
+            # No router will ever read it; whoever accepted the reply ends it at its deadline.
+            self._count.undecodable.labels("request").inc()
+            self._log.error("request_undecodable", subject=delivery.subject, seq=delivery.seq, error=str(error))
+            self._spawn(self._ack(delivery.ack_subject))
+            return
+        self._shares.hold(request.reply_id, lane.consumer)
+        age_s = clock.wall_s() - delivery.stored_s
+        self._handle(
+            Delivered(
+                reply_id=request.reply_id,
+                request=request,
+                ack_subject=delivery.ack_subject,
+                delivered=delivery.delivered,
+                deadline_left_s=request.accepted.deadline_s - age_s,
+            )
+        )
+
+    # --- what else comes in ------------------------------------------------------------------------------------
+
+    def _decoded(self, what: str, kind: msgspec.msgpack.Decoder[T], message: BusMessage) -> T | None:
+        try:
+            return kind.decode(message.data)
+        except msgspec.DecodeError as error:
+            self._count.undecodable.labels(what).inc()
+            self._log.warning("message_undecodable", subject=message.subject, error=str(error))
+            return None
+
+    async def _hear_overs(self) -> None:
+        async for message in self._subscriptions["over"]:
+            over = self._decoded("over", _over, message)
+            if over is None:
+                continue
+            if over.outcome != "adopted":
+                self._fleet.over(over.replica, over.reply_id)
+            self._journal.note(
+                "attempt_over", over.reply_id, attempt=over.attempt, replica=over.replica, outcome=over.outcome
+            )
+            self._stir_replica(over.replica)
+            self._handle(AttemptEnded(reply_id=over.reply_id, attempt=over.attempt, outcome=over.outcome))
+
+    async def _hear_health(self) -> None:
+        async for message in self._subscriptions["health"]:
+            health = self._decoded("health", _health, message)
+            if health is None:
+                continue
+            for news in self._fleet.on_health(health, clock.now_s()):
+                if isinstance(news, NeedBlocks):
+                    self._need_blocks(news.replica)
+                else:
+                    self._journal.note("replica_restarted", None, replica=news.replica, boot_id=health.boot_id)
+                    self._handle(ReplicaRestarted(replica=news.replica))
+            self._room.stir(health.model)
+            self._place()
+
+    async def _hear_blocks(self) -> None:
+        async for message in self._subscriptions["blocks"]:
+            changed = self._decoded("blocks", _blocks, message)
+            if changed is not None:
+                for need in self._fleet.on_blocks(changed):
+                    self._need_blocks(need.replica)
+
+    def _need_blocks(self, replica: str) -> None:
+        if replica not in self._asked_blocks:
+            self._asked_blocks.add(replica)
+            self._spawn(self._ask_blocks(replica))
+
+    async def _ask_blocks(self, replica: str) -> None:
+        """A snapshot, asked for as long as the replica speaks."""
+        try:
+            while not self._fleet.suspect(replica, clock.now_s()):
+                try:
+                    answer = await self._bus.request(
+                        self._names.blocks_snapshot(replica), b"", timeout_s=REQUEST_TIMEOUT_S
+                    )
+                    self._fleet.on_blocks_snapshot(_blocks.decode(answer.data))
+                except BusClosedError:
+                    raise
+                except (BusError, msgspec.DecodeError) as error:
+                    self._log.warning("blocks_unknown", replica=replica, error=str(error))
+                    await asyncio.sleep(_RETRY_S)
+                else:
+                    return
+        finally:
+            self._asked_blocks.discard(replica)
+
+    async def _hear_cancels(self) -> None:
+        async for message in self._subscriptions["cancel"]:
+            self._handle_if_held(CancelHeard(reply_id=message.subject.rpartition(".")[2]))
+
+    async def _hear_presence(self) -> None:
+        async for message in self._subscriptions["presence"]:
+            self._handle_if_held(PresenceHeard(reply_id=message.subject.rpartition(".")[2]))
+
+    def _handle_if_held(self, event: CancelHeard | PresenceHeard) -> None:
+        if self._table.get(event.reply_id) is not None:
+            self._handle(event)
+
+    async def _tick(self) -> None:
+        """Timers of leases, and verdicts on replicas."""
+        while True:
+            await asyncio.sleep(ROUTER_TICK_S)
+            now = clock.now_s()
+            for replica in self._fleet.new_suspects(now):
+                self._count.suspects.labels(replica).inc()
+                self._log.warning("replica_suspect", replica=replica)
+                self._journal.note("replica_suspect", None, replica=replica, **self._figures(replica, now))
+                self._handle(ReplicaSuspect(replica=replica))
+            if self._table.next_wake <= now:
+                self._handle(Tick())
+
+    def _figures(self, replica: str, now: float) -> dict[str, float]:
+        view = self._fleet.get(replica)
+        if view is None:
+            return {}
+        return {
+            "silent_s": now - view.heard_s,
+            "step_age_s": view.health.step_age_s,
+            "step_predicted_s": view.health.step_predicted_s,
+        }
+
+    # --- events and commands -----------------------------------------------------------------------------------
+
+    def _handle(self, event: Any) -> None:
+        """One event, to the end: its commands, then whatever can be placed now."""
+        self._step(event)
+        self._place()
+
+    def _step(self, event: Any) -> None:
+        try:
+            commands = self._table.on(event, clock.now_s())
+        except IllegalEventError as error:
+            self._count.illegal.inc()
+            self._log.error("illegal_event", error=str(error))
+            return
+        for command in commands:
+            self._perform(command)
+        reply_id = getattr(event, "reply_id", None)
+        for concerned in {command.reply_id for command in commands} | ({reply_id} if reply_id else set()):
+            self._settle_share(concerned)
+        if self._draining and not self._table.count(*_MOVING):
+            self._calm.set()
+
+    def _settle_share(self, reply_id: str) -> None:
+        """What runs, and what has left, makes room for another message of its consumer."""
+        lease = self._table.get(reply_id)
+        if (lease is None or lease.state is State.RUNNING) and self._shares.free(reply_id):
+            self._room_made.set()
+
+    def _perform(self, command: Command) -> None:
+        match command:
+            case Place():
+                self._enter(command)
+            case Unplace():
+                self._room.leave(command.reply_id)
+            case Extend():
+                self._spawn(self._extend(command.ack_subject))
+            case Ack():
+                self._spawn(self._ack(command.ack_subject))
+            case Nak():
+                self._journal.note("given_back", command.reply_id, delay_s=command.delay_s)
+                self._spawn(self._nak(command.ack_subject, command.delay_s))
+            case AnnounceEnd():
+                cancel = Cancel(reply_id=command.reply_id, reason=command.reason)
+                self._spawn(self._say(self._names.cancel(command.reply_id), cancel))
+            case _:
+                assert isinstance(command, Asked)
+                self._spawn(self._do(command))
+
+    def _enter(self, command: Place) -> None:
+        lease = self._table.get(command.reply_id)
+        assert lease is not None, "only a held lease asks to be placed"
+        self._room.enter(
+            lease.request,
+            written=len(lease.view.ids),
+            resumed=lease.view.opened is not None,
+            avoid=command.avoid,
+            now=clock.now_s(),
+        )
+
+    def _place(self) -> None:
+        for result in self._room.matches(clock.now_s()):
+            if isinstance(result, Unfit):
+                self._count.unfit.labels(self._model(result.reply_id)).inc()
+                self._step(Unplaceable(reply_id=result.reply_id, detail=result.detail))
+            else:
+                self._on_match(result)
+
+    def _on_match(self, match: Match) -> None:
+        placed = match.placed
+        self._count.queued_s.labels(match.tier, match.model).observe(match.waited_s)
+        self._count.predicted_ttft_s.labels(match.model, placed.why).observe(placed.ttft_s)
+        self._journal.note("placed", match.reply_id, waited_s=match.waited_s, **dataclasses.asdict(placed))
+        self._step(Placed(reply_id=match.reply_id, replica=placed.replica, model_version=placed.model_version))
+
+    def _model(self, reply_id: str) -> str:
+        lease = self._table.get(reply_id)
+        return "" if lease is None else lease.request.accepted.model
+
+    def _stir_replica(self, replica: str) -> None:
+        view = self._fleet.get(replica)
+        if view is not None:
+            self._room.stir(view.health.model)
+
+    # --- acts on the bus ---------------------------------------------------------------------------------------
+
+    async def _do(self, command: Asked) -> None:
+        answer = await self._hands.do(command)
+        lease = self._table.get(command.reply_id)
+        if lease is not None:
+            self._note(command, answer, lease)
+            self._handle(answer)
+
+    def _note(self, command: Asked, answer: Answer, lease: Lease) -> None:
+        """Counts, the journal, and what the fleet's view must know of an act's outcome."""
+        if isinstance(answer, ReadFailed | OpenUnknown | AskUnanswered | EndFailed | ArchiveFailed):
+            self._count.command_failures.labels(type(command).__name__).inc()
+        match command:
+            case AppendOpen():
+                self._note_open(command, answer, lease)
+            case SendDispatch():
+                self._note_dispatch(command, answer)
+            case AskReplica():
+                if isinstance(answer, Answered) and answer.running and answer.router in ("", self.router):
+                    self._count.adopts.labels(lease.request.accepted.model).inc()
+                    self._journal.note("adopted", command.reply_id, replica=command.replica, attempt=answer.attempt)
+            case Archive():
+                if isinstance(answer, Archived) and command.view.ended is not None:
+                    self._count.archived.labels(command.view.ended.reason).inc()
+                    self._journal.note("archived", command.reply_id, reason=command.view.ended.reason.value)
+            case _:
+                pass
+
+    def _note_open(self, command: AppendOpen, answer: Answer, lease: Lease) -> None:
+        entry, model = command.entry, lease.request.accepted.model
+        if isinstance(answer, OpenAppended):
+            again = entry.attempt > 1
+            self._count.opens.labels(model, str(entry.attempt)).inc()
+            if again and entry.returned < entry.attempt - 1:
+                self._count.failovers.labels(model).inc()
+            self._journal.note(
+                "resubmitted" if again else "opened",
+                command.reply_id,
+                attempt=entry.attempt,
+                replica=entry.replica,
+                first_index=entry.first_index,
+                returned=entry.returned,
+                seq=answer.seq,
+            )
+            self._spawn(self._say(self._names.safety_watch, SafetyWatch(reply_id=command.reply_id)))
+        elif isinstance(answer, OpenRefused):
+            self._fleet.release(entry.replica, command.reply_id)
+
+    def _note_dispatch(self, command: SendDispatch, answer: Answer) -> None:
+        outcome = type(answer).__name__
+        if isinstance(answer, DispatchTaken):
+            outcome = "taken"
+            self._fleet.confirm(command.replica, command.reply_id, answer.number)
+        elif isinstance(answer, DispatchDeclined):
+            outcome = answer.reason
+            self._fleet.release(command.replica, command.reply_id)
+        elif isinstance(answer, DispatchUnknown):
+            outcome = "unknown"
+        self._count.dispatches.labels(outcome).inc()
+        self._journal.note(
+            "dispatched",
+            command.reply_id,
+            attempt=command.dispatch.attempt,
+            replica=command.replica,
+            outcome=outcome,
+            delivered=command.dispatch.delivered,
+        )
+
+    async def _say(self, subject: str, message: Message) -> None:
+        with contextlib.suppress(BusError):
+            await self._bus.publish(subject, encode(message))
+
+    async def _extend(self, ack_subject: str) -> None:
+        with contextlib.suppress(BusError):
+            await self._bus.extend(ack_subject)
+
+    async def _ack(self, ack_subject: str) -> None:
+        """If it is lost the message comes again, and the log says that its reply has ended."""
+        try:
+            await self._bus.ack(ack_subject)
+        except BusError:
+            self._count.command_failures.labels("Ack").inc()
+
+    async def _nak(self, ack_subject: str, delay_s: float) -> None:
+        with contextlib.suppress(BusError):
+            await self._bus.nak(ack_subject, delay_s)
+
+    async def _say_views(self) -> None:
+        """While requests wait, who stands where; and the gauges."""
+        while True:
+            await asyncio.sleep(QUEUE_VIEW_S)
+            now = clock.now_s()
+            for view in self._room.views(self.router, now):
+                await self._say(self._names.queue(view.tier, view.model), view)
+            for replica in self._fleet.forget(now):
+                self._log.warning("replica_forgotten", replica=replica)
+            states = Counter(lease.state.value for lease in self._table.leases())
+            self._count.look(
+                self._room.counts(),
+                {state.value: states[state.value] for state in State if state is not State.GONE},
+                {model: len(self._fleet.alive(model, now)) for model in self._models},
+            )
