@@ -433,6 +433,7 @@ class EndedReply(Message, frozen=True, kw_only=True):
     checked: bool = True
     detail: str = ""
     first_token_s: float | None = None
+    opened_s: float | None = None  # when the first `open` was stored: until then it had waited in its lane
 
 
 class ReplyView(Message, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ from shared.messages import (
     Accepted,
     Chunk,
     End,
+    EndedReply,
     Entry,
     Open,
     SequencedEntry,
@@ -74,7 +75,8 @@ class LogView:
     cached_tokens: int = 0
     ended: End | None = None
     last_seq: int = 0
-    first_token_s: float | None = None  # when the first chunk was stored, where that is known
+    opened_s: float | None = None  # when the first open was stored, where that is known
+    first_token_s: float | None = None  # when the first chunk was stored, likewise
 
     def apply(self, seq: int, entry: Entry, stored_s: float | None = None) -> None:
         """Fold the next entry; raises TokenLogError and changes nothing when it may not stand here.
@@ -91,6 +93,7 @@ class LogView:
             raise TokenLogError(f"{type(entry).__name__} before accepted: the log's head is missing")
         elif isinstance(entry, Open):
             self._open(seq, entry)
+            self.opened_s = self.opened_s or stored_s
         elif isinstance(entry, Chunk):
             self._chunk(entry)
             self.first_token_s = self.first_token_s or stored_s
@@ -145,6 +148,26 @@ class LogView:
             output_tokens=len(self.ids),
             cached_tokens=self.cached_tokens,
         )
+
+
+def ended_reply(view: LogView) -> EndedReply:
+    """An ended log whole, as it is published and archived; raises TokenLogError for one that has not ended."""
+    if view.accepted is None or view.ended is None:
+        raise TokenLogError("a reply is whole when its log has ended")
+    end = view.ended
+    return EndedReply(
+        accepted=view.accepted,
+        reason=end.reason,
+        text=view.text,
+        ids=pack_ids(view.ids),
+        usage=view.usage,
+        attempts=view.attempts,
+        ended_s=end.ended_s,
+        checked=end.checked,
+        detail=end.detail,
+        first_token_s=view.first_token_s,
+        opened_s=view.opened_s,
+    )
 
 
 def chunk_texts(chunk: Chunk) -> list[str]:
