@@ -13,7 +13,7 @@ from services.conversation.figures import Figures
 from services.conversation.store import Archived, Store, StoreAwayError
 from shared import clock
 from shared.bus import Bus, Delivery, Puller
-from shared.messages import EndedReply, decoder
+from shared.messages import Accepted, EndedReply, decoder
 from shared.telemetry import Journal, Log
 
 BATCH = 64
@@ -101,7 +101,6 @@ class Archive:
         """The canonical line: one per reply, ids and figures, never words."""
         accepted = ended.accepted
         self._figures.ended(ended)
-        ttft_s = None if ended.first_token_s is None else round(ended.first_token_s - accepted.created_s, 4)
         self._log.info(
             "reply_finished",
             reply_id=accepted.reply_id,
@@ -118,6 +117,12 @@ class Archive:
             checked=ended.checked,
             background=accepted.echo.background,
             stored=accepted.echo.store,
-            ttft_s=ttft_s,
-            total_s=round(ended.ended_s - accepted.created_s, 4),
+            queue_s=_after(accepted, ended.opened_s),
+            ttft_s=_after(accepted, ended.first_token_s),
+            total_s=_after(accepted, ended.ended_s),
         )
+
+
+def _after(accepted: Accepted, at_s: float | None) -> float | None:
+    """Seconds from `accepted`; None when it did not happen, or nobody knows when."""
+    return None if at_s is None else round(at_s - accepted.created_s, 4)

@@ -80,7 +80,7 @@ def compose(
         pool=pool,
         store=store,
         sender=sender,
-        verbs=Verbs(name=name, names=names, store=store, logs=logs, bus=bus, journal=journal),
+        verbs=Verbs(name=name, names=names, store=store, logs=logs, bus=bus, archive=archive, journal=journal),
         archive=archive,
         guards=guards,
         shards=shards,

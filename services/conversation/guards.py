@@ -9,7 +9,7 @@ claims    idempotency keys past their age                 ──> free again
 from services.conversation.archive import Archive
 from services.conversation.figures import Figures
 from services.conversation.queueing import Queueing
-from services.conversation.replies import ended_reply, never_written
+from services.conversation.replies import never_written
 from services.conversation.store import Overdue, Store
 from shared import clock
 from shared.bus import Bus
@@ -20,6 +20,7 @@ from shared.messages import Cancel, End, EndedReply, GenerateRequest, decoder, e
 from shared.outcomes import EndReason
 from shared.subjects import Names
 from shared.telemetry import Journal, Log
+from shared.token_log import ended_reply
 
 OUTBOX_AGE_S = 1.0  # a send that takes longer has probably died
 CLAIM_AGE_S = 86_400.0
@@ -83,7 +84,7 @@ class Guards:
         except (LogGoneError, TokenLogError):  # nothing of it is left, or nothing was ever written
             return never_written(row.accepted, reason, row.detail, clock.wall_s())
         await self._bus.publish(self._names.cancel(reply_id), encode(Cancel(reply_id=reply_id, reason=reason)))
-        return ended_reply(view, clock.wall_s())
+        return ended_reply(view)
 
     async def purge(self) -> None:
         """Remove logs that nobody may read any more; raises StoreAwayError, BusError."""

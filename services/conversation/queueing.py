@@ -6,15 +6,13 @@ append accepted (expects an empty log) ──> publish to the lane (message id =
 
 import msgspec
 
-from services.conversation.replies import ended_reply
-from shared import clock
 from shared.bus import Bus
 from shared.errors import RefusedError, StreamFullError, WrongLastSequenceError
 from shared.limits import APPEND_TIMEOUT_S
 from shared.log_store import LogStore
 from shared.messages import EndedReply, GenerateRequest, encode
 from shared.outcomes import Refusal, RefusalKind
-from shared.token_log import LogView
+from shared.token_log import LogView, ended_reply
 
 LANE_FULL_RETRY_S = 10.0
 
@@ -47,7 +45,7 @@ class Queueing:
         except WrongLastSequenceError:
             view = await self._logs.read(reply_id)
             if view.ended is not None:
-                return ended_reply(view, clock.wall_s())
+                return ended_reply(view)
             if view.opened is not None:
                 return None
             request, seq = _as_accepted(request, view)

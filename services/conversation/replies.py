@@ -7,10 +7,9 @@ ACCEPTED ──QUEUED──> QUEUED ──OPENED──> RUNNING ──┐
 
 from enum import StrEnum
 
-from shared.errors import IllegalEventError, TokenLogError
-from shared.messages import Accepted, EndedReply, Usage, pack_ids
+from shared.errors import IllegalEventError
+from shared.messages import Accepted, EndedReply, Usage
 from shared.outcomes import EndReason
-from shared.token_log import LogView
 
 
 class State(StrEnum):
@@ -49,24 +48,6 @@ def step(state: State, event: Event) -> State:
 def before(event: Event) -> tuple[State, ...]:
     """The states in which `event` may happen: the guard of the rows' updates."""
     return tuple(state for state in State if (state, event) in _TABLE)
-
-
-def ended_reply(view: LogView, now_s: float) -> EndedReply:
-    """An ended log whole, as it is archived; raises TokenLogError for one that has not ended."""
-    if view.accepted is None or view.ended is None:
-        raise TokenLogError("a reply is archived when its log has ended")
-    end = view.ended
-    return EndedReply(
-        accepted=view.accepted,
-        reason=end.reason,
-        text=view.text,
-        ids=pack_ids(view.ids),
-        usage=view.usage,
-        attempts=view.attempts,
-        ended_s=end.ended_s or now_s,
-        checked=end.checked,
-        detail=end.detail,
-    )
 
 
 def never_written(accepted: Accepted, reason: EndReason, detail: str, now_s: float) -> EndedReply:

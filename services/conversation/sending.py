@@ -18,7 +18,6 @@ from services.conversation.figures import Figures
 from services.conversation.input_check import InputCheck
 from services.conversation.prompts import PromptModel
 from services.conversation.queueing import Queueing
-from services.conversation.replies import ended_reply
 from services.conversation.shards import Shards
 from services.conversation.store import Claim, IdempotencyKey, NewReply, Store, StoreAwayError
 from shared import clock
@@ -31,6 +30,7 @@ from shared.outcomes import EndReason, Refusal, RefusalKind
 from shared.subjects import Names, user_bucket
 from shared.telemetry import Journal, Log
 from shared.tiers import Tier, lane_for
+from shared.token_log import ended_reply
 
 ATTACH_S = 2.0  # another send with the same key is waited for this long
 ATTACH_POLL_S = 0.02
@@ -226,7 +226,7 @@ class Sender:
         try:
             await self._store.give_up(reply_id, detail)
             view = await self._logs.end(reply_id, end, GIVE_UP_S)
-            await self._archive.store([ended_reply(view, clock.wall_s())])
+            await self._archive.store([ended_reply(view)])
         except (StoreAwayError, BusError, TokenLogError, LogGoneError) as error:
             self._log.warning("left_to_the_sweeper", reply_id=reply_id, error=str(error))
 

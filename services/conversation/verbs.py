@@ -6,7 +6,8 @@ ended one does: its rows may have been deleted, or its text taken back. Foreign 
 
 import msgspec
 
-from services.conversation.replies import State
+from services.conversation.archive import Archive
+from services.conversation.replies import State, never_written
 from services.conversation.store import Cause, Store, StoredReply
 from shared import clock
 from shared.bus import Bus
@@ -39,8 +40,18 @@ _END_S = 3.0  # to bring an `end` to stand while a user waits
 
 
 class Verbs:
-    def __init__(self, *, name: str, names: Names, store: Store, logs: LogStore, bus: Bus, journal: Journal) -> None:
-        self._name, self._names = name, names
+    def __init__(
+        self,
+        *,
+        name: str,
+        names: Names,
+        store: Store,
+        logs: LogStore,
+        bus: Bus,
+        archive: Archive,
+        journal: Journal,
+    ) -> None:
+        self._name, self._names, self._archive = name, names, archive
         self._store, self._logs, self._bus, self._journal = store, logs, bus, journal
 
     async def get(self, ref: ReplyRef) -> ReplyView:
@@ -67,12 +78,21 @@ class Verbs:
             return msgspec.structs.replace(view, log_alive=not view.withdrawn)
         return _taken_back(_log_view(log)) if view.withdrawn else _log_view(log)
 
-    async def cancel(self, ref: ReplyRef) -> ReplyView:
-        """The view after the end: the user's stop, or whatever ended it before. Raises RefusedError: NOT_FOUND."""
+    async def cancel(self, ref: ReplyRef) -> Done:
+        """An `end` stands now: the user's stop, or whatever ended it before. Raises RefusedError: NOT_FOUND."""
         log = await self._log(ref)
-        if log is None or log.ended is not None:
-            return await self.get(ref)
-        return _log_view(await self._stop(ref.reply_id))
+        if log is None:
+            await self._settle_unwritten(ref)
+        elif log.ended is None:
+            await self._stop(ref.reply_id)
+        return Done()
+
+    async def _settle_unwritten(self, ref: ReplyRef) -> None:
+        """No log: it has ended long ago, or the outbox still has it, and then it is not queued any more."""
+        stored = _found(ref, await self._store.reply(ref.principal, ref.reply_id))
+        if stored.state is not State.ENDED:
+            accepted, now_s = stored.view.accepted, clock.wall_s()
+            await self._archive.store([never_written(accepted, EndReason.USER_STOP, "", now_s)])
 
     async def delete(self, ref: ReplyRef) -> Done:
         """A running reply is ended first. Raises RefusedError: NOT_FOUND."""

@@ -10,7 +10,6 @@ from typing import Any
 import structlog
 
 from services.conversation.composition import compose
-from services.conversation.replies import ended_reply
 from services.conversation.service import ConversationService
 from services.conversation.settings import ConversationSettings
 from services.conversation.store import Store
@@ -45,6 +44,7 @@ from shared.storage import Pool, borrow, open_pool
 from shared.subjects import Names
 from shared.telemetry import Metrics
 from shared.tiers import Tier
+from shared.token_log import ended_reply
 from shared.tokenizer import StubTokenizer
 
 NAMES = Names()
@@ -151,7 +151,7 @@ class World:
             await self.publish_ended(reply_id)
 
     async def publish_ended(self, reply_id: str) -> None:
-        ended = ended_reply(await self.logs.read(reply_id), clock.wall_s())
+        ended = ended_reply(await self.logs.read(reply_id))
         await self.bus.append(NAMES.ended(reply_id), encode(ended), message_id=reply_id, timeout_s=1.0)
 
     async def archived(self, reply_id: str, who: Principal = ANN) -> ReplyView:

@@ -124,7 +124,8 @@ async def test_a_stop_followed_at_once_by_the_next_turn(world: World) -> None:
     """The partial text of a stopped reply is in the next turn, although no ENDED record has been archived yet."""
     first = (await world.send("one")).reply_id
     await world.write(first, ["par", "tial"], reason=None)
-    view = await world.ask("cancel", ref(first))
+    await world.ask("cancel", ref(first))
+    view = await world.ask("get", ref(first))
     assert (view.reason, view.text) == (EndReason.USER_STOP, "partial")
     second = await world.send("two", previous_response_id=first)
     prompt = STUB.decode(unpack_ids((await world.queued(second.reply_id)).prompt))
@@ -325,16 +326,31 @@ async def test_a_running_reply_is_read_from_its_log(world: World) -> None:
 
 
 async def test_cancel_is_once_and_never_changes_an_end(world: World) -> None:
-    """A stop ends the log once; after any end it answers with that end."""
+    """Stops end the log once, whoever sends them, before and after the archive; another end stays what it was."""
     reply = (await world.send("one")).reply_id
     heard = await world.bus.subscribe(NAMES.cancel(reply))
-    views = await asyncio.gather(*(world.ask("cancel", ref(reply)) for _ in range(5)))
-    assert {view.reason for view in views} == {EndReason.USER_STOP}
-    assert len({view.ended_s for view in views}) == 1
+    await asyncio.gather(*(world.ask("cancel", ref(reply)) for _ in range(5)))
     assert await heard.next(5.0) is not None
+    view = await world.ask("get", ref(reply))
+    assert view.reason is EndReason.USER_STOP
     await world.publish_ended(reply)
     await world.archived(reply)
-    assert (await world.ask("cancel", ref(reply))).reason is EndReason.USER_STOP
+    await world.ask("cancel", ref(reply))
+    again = await world.ask("get", ref(reply))
+    assert (again.reason, again.ended_s) == (view.reason, pytest.approx(view.ended_s, abs=1e-5))
+    complete = (await world.send("two")).reply_id
+    await world.write(complete, ["x"])
+    await world.ask("cancel", ref(complete))
+    assert (await world.ask("get", ref(complete))).reason is EndReason.STOP_TOKEN
+
+
+async def test_a_reply_stopped_while_it_is_in_the_outbox_is_never_queued(world: World) -> None:
+    """A reply that is stored, without a log, stops without one."""
+    reply = (await world.send("one")).reply_id
+    await world.logs.purge(reply)
+    await world.rows("UPDATE replies SET status = 'accepted'")
+    await world.ask("cancel", ref(reply))
+    assert (await world.ask("get", ref(reply))).reason is EndReason.USER_STOP
 
 
 @pytest.mark.parametrize("store", [True, False])

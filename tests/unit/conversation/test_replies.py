@@ -4,9 +4,8 @@ import itertools
 
 import pytest
 
-from services.conversation.replies import Event, State, before, ended_reply, step
-from shared.errors import IllegalEventError, TokenLogError
-from shared.token_log import LogView
+from services.conversation.replies import Event, State, before, step
+from shared.errors import IllegalEventError
 
 
 def test_nothing_leaves_ended() -> None:
@@ -28,9 +27,3 @@ def test_every_way_leads_to_an_end() -> None:
 def test_a_late_word_that_it_is_queued_changes_nothing() -> None:
     """A router may open before the send has noted that the lane took the request."""
     assert step(step(State.ACCEPTED, Event.OPENED), Event.QUEUED) is State.RUNNING
-
-
-def test_only_an_ended_log_is_archived() -> None:
-    """A log without an end has no ENDED record."""
-    with pytest.raises(TokenLogError):
-        ended_reply(LogView(), 0.0)
