@@ -20,7 +20,7 @@ import msgspec
 from services.replica.core.block_pool import BlockPool
 from services.replica.core.detokenize import Vocabulary
 from services.replica.core.scheduler import Scheduler, SchedulerLimits
-from services.replica.core.step_fit import StepTimes
+from services.replica.core.step_fit import StepSample, StepTimes
 from services.replica.engine import Engine, run_engine
 from services.replica.engine_messages import (
     MARKER,
@@ -35,7 +35,7 @@ from services.replica.engine_messages import (
 )
 from services.replica.runner import Runner
 from services.replica.stub_runner import StubRunner
-from services.replica.warm_up import SHAPES, STUB_SHAPES, step_budgets, warm_up
+from services.replica.warm_up import SHAPES, draw_test_token, step_budgets, warm_up
 from shared.catalog import STUB_FILE
 from shared.clock import now_s
 from shared.errors import ChorusError, ConfigError
@@ -44,6 +44,7 @@ from shared.tokenizer import Tokenizer, load_tokenizer
 _RECEIVE_BYTES = 1 << 18
 _STUB_BLOCKS = 4096
 _STUB_CONTEXT = 8192
+_UNPACED_STEP_S = 1e-5
 _RESERVE_SHARE = 32  # one block in this many is kept for growth
 EXIT_ORPHANED = 3
 
@@ -100,7 +101,7 @@ class SharedMarker:
 class Built:
     name: str
     runner: Runner
-    shapes: tuple[tuple[int, int], ...]
+    pace: tuple[StepSample, ...] = ()  # what is known of its step time without measuring
 
 
 Progress = Callable[[str, float, str], None]
@@ -112,10 +113,11 @@ def build(config: EngineConfig, tokenizer: Tokenizer, progress: Progress) -> Bui
         context = min(config.context_max or _STUB_CONTEXT, _STUB_CONTEXT)
         blocks = config.blocks or _STUB_BLOCKS
         stub = StubRunner(tps=config.stub_tps, blocks_total=blocks, context_max=context)
-        return Built(tokenizer.name, stub, STUB_SHAPES)
+        step_s = 1.0 / config.stub_tps if config.stub_tps > 0 else _UNPACED_STEP_S
+        return Built(tokenizer.name, stub, (StepSample(1, 1, step_s), StepSample(64, 8192, step_s)))
     from services.replica.model.torch_runner import load_runner  # noqa: PLC0415
 
-    return Built(tokenizer.name, load_runner(config, tokenizer.vocab_size, progress), SHAPES)
+    return Built(tokenizer.name, load_runner(config, tokenizer.vocab_size, progress))
 
 
 def start(port: SocketPort, config: EngineConfig, marker: SharedMarker) -> Engine:
@@ -138,7 +140,8 @@ def start(port: SocketPort, config: EngineConfig, marker: SharedMarker) -> Engin
     built = build(config, tokenizer, progress)
     info = built.runner.info
     phase_over("build")
-    step_times = StepTimes(warm_up(built.runner, vocabulary, built.shapes, now_s))
+    draw_test_token(built.runner, vocabulary, now_s)
+    step_times = StepTimes(built.pace or warm_up(built.runner, vocabulary, SHAPES, now_s))
     phase_over("warm_up")
     alone, mixed = step_budgets(step_times.model, config.running_max, config.step_tokens_max, config.mixed_tokens_max)
     reserve = info.blocks_total // _RESERVE_SHARE if config.reserve_blocks is None else config.reserve_blocks

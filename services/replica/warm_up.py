@@ -15,7 +15,6 @@ from shared.tiers import Tier
 
 # (sequences, prompt tokens of each): enough to tell base, per token and per context apart, in about a second.
 SHAPES = ((1, 16), (1, 128), (8, 16), (1, 64), (4, 96))
-STUB_SHAPES = ((1, 1), (1, 64))
 _DECODES = 2
 ALONE_STEP_S = 0.25  # longest step when nobody decodes: a cancelled prompt is gone within it
 MIXED_STEP_S = 0.1  # longest step while somebody waits for a next token
@@ -25,20 +24,30 @@ STEP_TOKENS_MAX = 512
 def warm_up(
     runner: Runner, vocabulary: Vocabulary, shapes: Sequence[tuple[int, int]], clock: Callable[[], float]
 ) -> list[StepSample]:
-    """Run each shape twice and measure the second time. It leaves nothing behind: the blocks' new owner knows of none."""
+    """Run each shape twice and measure the second time. What it leaves in the blocks, nobody will look up."""
     samples: list[StepSample] = []
     for count, length in shapes:
         if count * (length + _DECODES) < runner.info.blocks_total * BLOCK_TOKENS and length < runner.info.context_max:
-            if shapes is not STUB_SHAPES:  # a script has nothing to warm
-                _measure(runner, vocabulary, count, length, clock)
+            _measure(runner, vocabulary, count, length, clock)
             samples += _measure(runner, vocabulary, count, length, clock)
     if not samples:
         raise EngineError("the engine has too few KV blocks to run anything: give it more memory")
     return samples
 
 
+def draw_test_token(runner: Runner, vocabulary: Vocabulary, clock: Callable[[], float]) -> None:
+    """Draw one token, without measuring; EngineError when it is none."""
+    _measure(runner, vocabulary, 1, 1, clock, decodes=0)
+
+
 def _measure(
-    runner: Runner, vocabulary: Vocabulary, count: int, length: int, clock: Callable[[], float]
+    runner: Runner,
+    vocabulary: Vocabulary,
+    count: int,
+    length: int,
+    clock: Callable[[], float],
+    *,
+    decodes: int = _DECODES,
 ) -> list[StepSample]:
     limits = SchedulerLimits(
         running_max=count,
@@ -53,7 +62,7 @@ def _measure(
         prompt = [(number * 7919 + place * 104729) % len(vocabulary) for place in range(length)]
         sampling = Sampling(temperature=0.0, ignore_eos=True)
         demand = Demand(
-            sequence_id=str(number), tier=Tier.PAID, prompt=prompt, budget=1 + _DECODES, sampling=sampling, seed=0
+            sequence_id=str(number), tier=Tier.PAID, prompt=prompt, budget=1 + decodes, sampling=sampling, seed=0
         )
         scheduler.submit(demand, 0.0)
     samples = []

@@ -61,7 +61,7 @@ def fit(samples: Sequence[StepSample]) -> StepModel:
         raise ValueError("no step was measured")
     rows = [(1.0, float(sample.tokens), float(sample.context_tokens)) for sample in samples]
     # Relative error counts: a step of 5 ms must not vanish beside one of 500. A far too short one must not rule either.
-    floor = max(1e-9, sorted(sample.seconds for sample in samples)[len(samples) // 2] / 4)
+    floor = max(1e-9, sorted(sample.seconds for sample in samples)[(len(samples) - 1) // 2] / 2)
     weights = [1.0 / max(sample.seconds, floor) ** 2 for sample in samples]
     kept = [0, 1, 2]
     while True:
