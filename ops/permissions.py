@@ -51,11 +51,10 @@ def permissions(names: Names, shards: int) -> dict[str, Permissions]:
             *bus.read_logs,
             *bus.purge,
             f"{region}.lane.>",
-            names.ended("*"),
             names.cancel("*"),
             names.safety_check,
             *bus.consume(names.ended_stream),
-            *bus.declare,
+            *bus.declare(),
         ],
         "router": [
             *bus.append_logs,
@@ -65,11 +64,10 @@ def permissions(names: Names, shards: int) -> dict[str, Permissions]:
             names.blocks_snapshot("*"),
             names.ended("*"),
             names.cancel("*"),
-            f"{region}.queue.>",
+            names.queue_filter,
             names.safety_watch,
-            names.conversation("*"),
             *(pattern for tier in Tier for pattern in bus.consume(names.lane_stream(tier))),
-            *bus.declare,
+            *bus.declare(),
         ],
         "replica": [
             *bus.append_logs,
@@ -80,35 +78,32 @@ def permissions(names: Names, shards: int) -> dict[str, Permissions]:
             names.usage("*"),
             names.safety_check,
             *(bus.acknowledge(names.lane_stream(tier)) for tier in Tier),  # it extends; it neither acks nor naks
-            *bus.declare,
         ],
         "relay": [
             *bus.read_logs,
             names.frames("*", "*"),
             names.presence("*"),
             names.relay_alive,
-            *bus.declare,
         ],
         "safety": [
             *bus.append_logs,
             *bus.read_logs,
             names.cancel("*"),
             names.conversation("withdraw"),
-            *bus.declare,
+            names.safety_watch,  # handing its watches over when it leaves
         ],
-        "usage": [*bus.consume(names.usage_stream), *bus.declare],
+        "usage": [*bus.consume(names.usage_stream), *bus.declare(names.usage_stream)],
         "fleet": [names.drain("*"), *bus.state_bucket],
     }
     heard: dict[str, list[str]] = {
         "gateway": [names.frames("*", "*"), names.relay_alive, names.keys],
-        "conversation": [names.conversation("*"), names.keys],
+        "conversation": [names.conversation("*")],
         "router": [
             names.health("*"),
             names.blocks("*"),
             names.presence("*"),
             names.cancel("*"),
             names.attempt_over("*"),
-            *bus.live,
         ],
         "replica": [
             names.dispatch("*"),
@@ -118,10 +113,10 @@ def permissions(names: Names, shards: int) -> dict[str, Permissions]:
             names.drain("*"),
             names.presence("*"),
         ],
-        "relay": [names.relay_open, names.credit("*"), f"{region}.queue.>", *bus.live],
+        "relay": [names.relay_open, names.credit("*"), names.queue_filter, *bus.live],
         "safety": [names.safety_check, names.safety_watch, *bus.live],
         "usage": [],
-        "fleet": [names.health("*"), f"{region}.queue.>"],
+        "fleet": [names.health("*"), names.queue_filter],
     }
     responders = {"conversation", "replica", "relay", "safety"}
     table = {
@@ -141,27 +136,27 @@ class _Patterns:
 
     def __init__(self, names: Names, shards: int) -> None:
         logs = [names.log_stream(shard) for shard in range(shards)]
-        streams = [
-            *logs,
-            *(names.lane_stream(tier) for tier in Tier),
-            names.ended_stream,
-            names.journal_stream,
-            names.usage_stream,
-        ]
+        self._consumed = [*(names.lane_stream(tier) for tier in Tier), names.ended_stream, names.usage_stream]
+        self._streams = [*logs, *self._consumed, names.journal_stream]
         self.append_logs = [names.log_filter(shard) for shard in range(shards)]
         self.live = [names.live_filter(shard) for shard in range(shards)]
         # The bare subject takes a batched request; with a subject behind it, the last entry of that subject.
         self.read_logs = [f"{_API}.DIRECT.GET.{log}{tail}" for log in logs for tail in ("", ".>")]
         self.purge = [f"{_API}.STREAM.PURGE.{name}" for name in (*logs, names.ended_stream)]
-        # Any service behind the gateway may run the idempotent apply step at its start: streams and their consumers.
-        self.declare = [f"{_API}.STREAM.{verb}.{name}" for name in streams for verb in ("INFO", "CREATE", "UPDATE")]
-        consumed = [*(names.lane_stream(tier) for tier in Tier), names.ended_stream, names.usage_stream]
-        self.declare += [f"{_API}.CONSUMER.CREATE.{name}.>" for name in consumed]
         state = f"{names.region}_fleet"
         self.state_bucket = [
             f"$KV.{state}.>",
             f"{_API}.DIRECT.GET.KV_{state}.>",
             *(f"{_API}.STREAM.{verb}.KV_{state}" for verb in ("INFO", "CREATE", "UPDATE")),
+        ]
+
+    def declare(self, only: str | None = None) -> list[str]:
+        """The idempotent apply step: streams (all, or one) and their durable consumers; never their removal."""
+        streams = [name for name in self._streams if only in (None, name)]
+        consumed = [name for name in self._consumed if only in (None, name)]
+        return [
+            *(f"{_API}.STREAM.{verb}.{name}" for name in streams for verb in ("INFO", "CREATE", "UPDATE")),
+            *(f"{_API}.CONSUMER.CREATE.{name}.>" for name in consumed),
         ]
 
     def consume(self, stream: str) -> list[str]:

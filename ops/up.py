@@ -175,11 +175,11 @@ class Region:
     def _announce(self, keys: Mapping[str, str]) -> None:
         first, *others = self._gateways
         print(f"\nChorus is ready, {time.monotonic() - self._started:.1f} s after its start.\n")
-        print(f"  chat page   {first}/")
-        print(f"  API         {first}/v1   and on {', '.join(f'{other}/v1' for other in others)}")
+        print(f"  chat page       {first}/")
+        print(f"  API             {first}/v1   and on {', '.join(f'{other}/v1' for other in others)}")
         for tier, key in keys.items():
-            print(f"  {tier + ' key':<14}{key}")
-        print(f"  logs        {self._data / 'logs'}\n\nCtrl-C stops everything.", flush=True)
+            print(f"  {tier + ' key':<16}{key}")
+        print(f"  logs            {self._data / 'logs'}\n\nCtrl-C stops everything.", flush=True)
 
 
 def run_up(options: Options, data: Path, model_file: Path, env: Mapping[str, str]) -> int:

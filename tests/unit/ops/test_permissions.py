@@ -17,7 +17,7 @@ LANES = [NAMES.lane_stream(tier) for tier in Tier]
 
 WRITERS = {"conversation", "router", "replica", "safety"}
 READERS = WRITERS | {"relay"}
-BEHIND_THE_GATEWAY = {"conversation", "router", "replica", "relay", "safety", "usage"}
+DECLARERS = {"conversation", "router"}
 
 PUBLISH = {
     NAMES.log_subject(REPLY): WRITERS,
@@ -25,16 +25,19 @@ PUBLISH = {
     f"$JS.API.DIRECT.GET.{NAMES.log_stream_of(REPLY)}.{NAMES.log_subject(REPLY)}": READERS,
     f"$JS.API.STREAM.PURGE.{NAMES.log_stream_of(REPLY)}": {"conversation"},
     f"$JS.API.STREAM.PURGE.{NAMES.ended_stream}": {"conversation"},
-    f"$JS.API.STREAM.INFO.{NAMES.log_stream_of(REPLY)}": BEHIND_THE_GATEWAY,
-    f"$JS.API.STREAM.CREATE.{NAMES.ended_stream}": BEHIND_THE_GATEWAY,
+    f"$JS.API.STREAM.INFO.{NAMES.log_stream_of(REPLY)}": DECLARERS,
+    f"$JS.API.STREAM.CREATE.{NAMES.ended_stream}": DECLARERS,
+    f"$JS.API.STREAM.UPDATE.{NAMES.usage_stream}": DECLARERS | {"usage"},
+    f"$JS.API.CONSUMER.CREATE.{NAMES.usage_stream}.usage_ledger.x": DECLARERS | {"usage"},
+    f"$JS.API.CONSUMER.CREATE.{LANES[0]}.lane_paid_m_0.x": DECLARERS,
     f"$JS.API.STREAM.DELETE.{NAMES.ended_stream}": set(),
     f"$JS.API.STREAM.DELETE.{NAMES.log_stream_of(REPLY)}": set(),
     f"$JS.API.STREAM.MSG.GET.{LANES[0]}": set(),
     NAMES.lane_subject(Tier.PAID, "m", 0): {"conversation"},
-    NAMES.ended(REPLY): {"conversation", "router"},
+    NAMES.ended(REPLY): {"router"},
     NAMES.usage(REPLY): {"replica"},
-    NAMES.conversation("send"): {"gateway", "router"},
-    NAMES.conversation("withdraw"): {"gateway", "router", "safety"},
+    NAMES.conversation("send"): {"gateway"},
+    NAMES.conversation("withdraw"): {"gateway", "safety"},
     NAMES.relay_open: {"gateway"},
     NAMES.credit("relay-1"): {"gateway"},
     NAMES.frames("gateway-1", "s"): {"relay"},
@@ -49,7 +52,7 @@ PUBLISH = {
     NAMES.cancel(REPLY): {"conversation", "router", "safety"},
     NAMES.drain("replica-1"): {"fleet"},
     NAMES.safety_check: {"conversation", "replica"},
-    NAMES.safety_watch: {"router"},
+    NAMES.safety_watch: {"router", "safety"},
     NAMES.keys: set(),
     f"$JS.ACK.{LANES[0]}.lane_paid_m_0.1.1.1.1.0": {"router", "replica"},
     f"$JS.ACK.{NAMES.ended_stream}.conversation_archive.1.1.1.1.0": {"conversation"},
@@ -64,11 +67,11 @@ PUBLISH = {
 SUBSCRIBE = {
     NAMES.frames("gateway-1", "*"): {"gateway"},
     NAMES.relay_alive: {"gateway"},
-    NAMES.keys: {"gateway", "conversation"},
+    NAMES.keys: {"gateway"},
     NAMES.conversation("send"): {"conversation"},
     NAMES.relay_open: {"relay"},
     NAMES.credit("relay-1"): {"relay"},
-    NAMES.live(REPLY): {"router", "relay", "safety"},
+    NAMES.live(REPLY): {"relay", "safety"},
     NAMES.log_subject(REPLY): set(),
     NAMES.lane_filter(Tier.PAID): set(),
     NAMES.ended(REPLY): set(),
