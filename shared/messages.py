@@ -131,10 +131,14 @@ class ReplyRef(Message, frozen=True, kw_only=True):
 
 
 class KeyLookup(Message, frozen=True, kw_only=True):
+    """Gateway -> conversation: whose key is this? The answer is KeyFound or Refused (NOT_FOUND)."""
+
     digest: bytes  # SHA-256 of the key; the key itself never travels
 
 
 class KeyFound(Message, frozen=True, kw_only=True):
+    """The key stands and is not revoked."""
+
     principal: Principal
 
 
@@ -149,10 +153,14 @@ class Done(Message, frozen=True, kw_only=True):
 
 
 class InputItems(Message, frozen=True, kw_only=True):
+    """Conversation -> gateway: what a reply was made from, in order."""
+
     items: tuple[InputItem, ...]
 
 
 class Refused(Message, frozen=True, kw_only=True):
+    """The answer to any request that is said no to."""
+
     refusal: Refusal
 
 
@@ -160,6 +168,8 @@ class Refused(Message, frozen=True, kw_only=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True):
+    """Tokens of one reply; `cached_tokens` are those of the input found in a prefix cache."""
+
     input_tokens: int
     output_tokens: int
     cached_tokens: int = 0
@@ -259,12 +269,16 @@ class Dispatch(Message, frozen=True, kw_only=True):
 
 
 class Dispatched(Message, frozen=True, kw_only=True):
+    """Replica -> router: taken; this attempt's entries will follow, or an AttemptOver."""
+
     replica: str
     number: int = 0  # the how many-th dispatch since the replica's boot: heartbeats with as many count it
     router: str = ""  # whom it reports to: another one when that one's delivery is newer
 
 
 class DispatchRefused(Message, frozen=True, kw_only=True):
+    """Replica -> router: not taken, and nothing was written; the attempt may go elsewhere."""
+
     replica: str
     reason: str  # full | draining | other_model | never_fits | bad_request | not_ready
     detail: str = ""
@@ -280,6 +294,8 @@ class Ask(Message, frozen=True, kw_only=True):
 
 
 class Holding(Message, frozen=True, kw_only=True):
+    """Replica -> router: the answer to Ask. `running` False: it knows nothing of this reply, or has finished it."""
+
     replica: str
     reply_id: str
     running: bool
@@ -374,6 +390,8 @@ class OpenStream(Message, frozen=True, kw_only=True):
 
 
 class StreamOpened(Message, frozen=True, kw_only=True):
+    """Relay -> gateway: frames will follow; credits go to `credit_subject`. `relay` is new at each of its starts."""
+
     relay: str
     credit_subject: str
 
@@ -482,12 +500,16 @@ class JournalRecord(Message, frozen=True, kw_only=True):
 
 
 class SafetyCheck(Message, frozen=True, kw_only=True):
+    """Conversation or a replica -> safety: is this text flagged? For `output`, the last window of the reply."""
+
     stage: str  # input | output
     text: str
     reply_id: str = ""
 
 
 class Verdict(Message, frozen=True, kw_only=True):
+    """Safety's answer. `category` and `rule` say why, when flagged."""
+
     flagged: bool
     category: str = ""
     rule: str = ""
