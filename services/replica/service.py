@@ -325,7 +325,10 @@ class ReplicaService:
     async def _engine_lost(self, error: EngineError) -> None:
         """Write down what had been sampled, tell the routers, and let the process end: a new one starts warm."""
         self._log.error("engine_lost", error=str(error), running=len(self._table))
-        self._table.accepting, self._table.capacity = False, None
+        self._table.accepting = False
+        with contextlib.suppress(BusError):
+            await self._say_health()  # before the routers hear of the attempts: else they come back here
+        self._table.capacity = None
         for attempt in self._table:
             self._perform(attempt, attempt.engine_lost())
         self._writers.pump()

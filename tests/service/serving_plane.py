@@ -93,6 +93,7 @@ class PlaceEngine:
         self.allowed = float("inf")
         self.dead = False
         self.stuck = False
+        self.full = False
         self.step_s = step_s
         self.submitted: list[SubmitSequence] = []
         self._commands: list[Command] = []
@@ -152,10 +153,12 @@ class PlaceEngine:
         return not self.dead
 
     def submit(self, sequence: SubmitSequence) -> bool:
+        if self.full or self.dead:
+            return False
         self.submitted.append(sequence)
         self._commands.append(sequence)
         self._wake.set()
-        return not self.dead
+        return True
 
     def cancel(self, sequence_id: str) -> None:
         self._commands.append(CancelSequence(sequence_id=sequence_id))
@@ -262,10 +265,13 @@ class Plane:
         user: str = "u",
         background: bool = False,
         deadline_s: float = 600.0,
+        like: str | None = None,
     ) -> str:
-        """A message as conversation queues it; returns the reply id."""
+        """A message as conversation queues it, with the prompt of reply `like` if given; returns the reply id."""
         reply = clock.new_reply_id("local", 1)
         prompt = [(7 * n + len(self._prompts)) % 200 for n in range(tokens)]
+        if like is not None:
+            prompt = unpack_ids(self._prompts[like].prompt)
         accepted = Accepted(
             reply_id=reply,
             org="o",
@@ -344,6 +350,18 @@ class Plane:
 
     async def _kept(self, stream: str, subject: str) -> list[bytes]:
         return [message.data for message in await self.bus.read(stream, subject, from_seq=1, most=1000)]
+
+    def deliveries(self, reply: str) -> int:
+        """How often its lane message, still un-acked, was delivered."""
+        for tier in Tier:
+            stream = self.server.stream(NAMES.lane_stream(tier))
+            for seq, entry in stream.entries.items():
+                if decoder(GenerateRequest).decode(entry.data).reply_id == reply:
+                    pending = [
+                        consumer.pending[seq] for consumer in stream.consumers.values() if seq in consumer.pending
+                    ]
+                    return pending[0].delivered if pending else 0
+        return 0
 
     def lane_left(self) -> int:
         """Messages in all lanes: what waits and what runs."""
