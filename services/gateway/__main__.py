@@ -16,9 +16,9 @@ async def run() -> None:
     settings = from_environment(GatewaySettings)
     log = configure_logging("gateway", settings.name)
     try:
-        catalog = parse_catalog(settings.catalog_file.read_bytes())
+        catalog = parse_catalog(settings.catalog.read_bytes())
     except OSError as error:
-        raise ConfigError(f"cannot read the model catalog {settings.catalog_file}: {error.strerror}") from error
+        raise ConfigError(f"cannot read the model catalog {settings.catalog}: {error.strerror}") from error
 
     async def make(stack: AsyncExitStack) -> tuple[GatewayService, HealthDoors]:
         bus = await connect(

@@ -10,6 +10,6 @@ from shared.settings import CommonSettings
 
 
 class GatewaySettings(CommonSettings, frozen=True, kw_only=True):
-    catalog_file: Path  # the models of this region, as JSON
+    catalog: Path  # the models of this region, as JSON
     ping_s: Annotated[float, msgspec.Meta(gt=0.0, le=SSE_PING_S)] = SSE_PING_S  # longest silence on an open stream
     web_dir: Path = Path(__file__).parent / "web"  # the chat page

@@ -25,6 +25,7 @@ from shared.errors import BusError, BusTimeoutError, ChorusError, NoRespondersEr
 from shared.limits import (
     GATEWAY_FRAMES_MAX,
     GATEWAY_STREAMS_MAX,
+    LOG_MISSING_S,
     RELAY_ALIVE_S,
     RELAY_GONE_S,
     RELAY_MISSED_MAX,
@@ -191,12 +192,18 @@ class ReplyStream:
                 self._relays.disown(stream_id)
         if isinstance(answer, StreamOpened):
             self._stands(answer)
-        elif answer is not None and answer.refusal.kind in (RefusalKind.GONE, RefusalKind.NOT_FOUND):
+        elif answer is not None and self._no_log(answer.refusal.kind):
             self._lost = "closed"
             return Batch(closing="gone")
         elif clock.now_s() - self._lost_s > RELAY_GONE_S:
             raise RelayGoneError(f"no relay for {self.reply_id}")
         return None
+
+    def _no_log(self, kind: RefusalKind) -> bool:
+        """Whether the log will not come (back). A reply just accepted may be a moment ahead of its log."""
+        if kind is RefusalKind.NOT_FOUND:
+            return self._last_seq > 0 or clock.now_s() - self._lost_s > LOG_MISSING_S
+        return kind is RefusalKind.GONE
 
     def _question(self, stream_id: str) -> OpenStream:
         return OpenStream(

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import hashlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,7 +14,6 @@ import msgspec
 from services.gateway.service import GatewayService
 from services.gateway.settings import GatewaySettings
 from shared import clock
-from shared.bus import BusMessage
 from shared.bus.memory import MemoryBus, MemoryServer
 from shared.catalog import local_catalog
 from shared.messages import (
@@ -40,7 +40,6 @@ from shared.messages import (
     Sent,
     SequencedEntry,
     StreamOpened,
-    Usage,
     decoder,
     encode,
     pack_ids,
@@ -115,11 +114,13 @@ class FakeRelay:
         self.opens: list[OpenStream] = []
         self.closed: set[str] = set()
         self.credits: dict[str, int] = {}
+        self.numbers: dict[str, int] = {}  # of the last frame sent, by stream
         self.frames_sent = 0
         self.refuse: Refused | None = None
         self.frame_entries_max = 8
         self.skip_number_once = False
         self.notices: dict[str, list[Notice]] = {}
+        self.paused = False
         self._stack = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
@@ -136,6 +137,15 @@ class FakeRelay:
             task.cancel()
         await self._stack.aclose()
         await self.bus.close()
+
+    async def leave(self, why: str) -> None:
+        """Close every stream, as a relay does that drains or finds a client slow."""
+        for request in self.opens:
+            if request.stream_id not in self.closed:
+                self.closed.add(request.stream_id)
+                number = self.numbers.get(request.stream_id, 0) + 1
+                frame = Frame(stream_id=request.stream_id, number=number, closing=why)
+                await self.bus.publish(request.inbox, encode(frame))
 
     async def _live(self) -> None:
         while True:
@@ -166,12 +176,11 @@ class FakeRelay:
 
     async def _stream(self, request: OpenStream, log: Log) -> None:
         at = next((n for n, item in enumerate(log.items) if item.seq > request.after_seq), len(log.items))
-        number = 0
         while request.stream_id not in self.closed:
             grown = log.grown
             notices = self.notices.get(request.reply_id, [])
             items = log.items[at : at + self.frame_entries_max]
-            if not items and not notices:
+            if self.paused or (not items and not notices):
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(RELAY_CREDIT_WAIT_S):
                         await grown.wait()
@@ -180,7 +189,7 @@ class FakeRelay:
                 await asyncio.sleep(RELAY_CREDIT_WAIT_S)
                 continue
             at += len(items)
-            number += 1
+            number = self.numbers[request.stream_id] = self.numbers.get(request.stream_id, 0) + 1
             over = bool(items) and isinstance(items[-1].entry, End)
             frame = Frame(
                 stream_id=request.stream_id,
@@ -218,6 +227,9 @@ class World:
         self.url = ""
         self.gateway: GatewayService
         self.metrics = Metrics()
+        self.swallow_answers = 0  # sends that are done, and whose answer is lost
+        self._serving: dict[str, asyncio.Task[None]] = {}
+        self.released = asyncio.Event()  # for scripts that wait for the test
 
     # --- the reply's writer ---------------------------------------------------------------------------------
 
@@ -267,18 +279,34 @@ class World:
         self.logs[reply_id].alive = False
         self.stored[reply_id] = msgspec.structs.replace(view, log_alive=False)
 
+    def withdraw(self, reply_id: str) -> None:
+        """A late flag took the stored text back."""
+        view = msgspec.structs.replace(self.view(reply_id), text="", ids=b"", withdrawn=True, log_alive=False)
+        self.stored[reply_id] = view
+
     async def revoke(self, key: str) -> None:
         principal = self.keys.pop(key)
         await self.bus.publish(NAMES.keys, encode(KeyRevoked(key_id=principal.key_id)))
 
     # --- conversation ---------------------------------------------------------------------------------------
 
-    async def _serve(self, verb: str, answer: Callable[[bytes], Any]) -> None:
-        async for message in await self.bus.subscribe(NAMES.conversation(verb), queue="conversation"):
-            await self._answer(message, answer(message.data))
+    def serve(self, verb: str) -> None:
+        self._serving[verb] = self.group.create_task(self._serve(verb, self._verbs[verb]))
 
-    async def _answer(self, message: BusMessage, said: Any) -> None:
-        await self.bus.publish(message.reply, encode(said))
+    def stop_serving(self, verb: str) -> None:
+        self._serving.pop(verb).cancel()
+
+    async def _serve(self, verb: str, answer: Callable[[bytes], Any]) -> None:
+        subscription = await self.bus.subscribe(NAMES.conversation(verb), queue="conversation")
+        try:
+            async for message in subscription:
+                said = answer(message.data)
+                if self.swallow_answers and verb == "send":
+                    self.swallow_answers -= 1
+                else:
+                    await self.bus.publish(message.reply, encode(said))
+        finally:
+            await subscription.close()
 
     def _send(self, data: bytes) -> Any:
         message = decoder(SendMessage).decode(data)
@@ -317,8 +345,6 @@ class World:
         return InputItems(items=tuple(numbered))
 
     def _key(self, data: bytes) -> Any:
-        import hashlib
-
         self.lookups += 1
         digest = decoder(KeyLookup).decode(data).digest
         for key, principal in self.keys.items():
@@ -341,7 +367,7 @@ class World:
     ) -> AsyncIterator["World"]:
         settings = GatewaySettings(
             name="gateway-1",
-            catalog_file=Path("unused"),
+            catalog=Path("unused"),
             ping_s=ping_s,
             **({"web_dir": web_dir} if web_dir else {}),
         )
@@ -349,7 +375,7 @@ class World:
         log = configure_logging("gateway", "gateway-1", "error")
         self.gateway_bus = bus
         self.gateway = GatewayService(settings, local_catalog("stub"), bus, self.metrics, log)
-        verbs: dict[str, Callable[[bytes], Any]] = {
+        self._verbs: dict[str, Callable[[bytes], Any]] = {
             "send": self._send,
             "get": self._of_reply(self.view),
             "cancel": self._of_reply(self._cancel),
@@ -357,52 +383,23 @@ class World:
             "input_items": self._of_reply(self._items),
             "key": self._key,
         }
-        async with contextlib.AsyncExitStack() as stack:
-            async with asyncio.TaskGroup() as self.group:
-                tasks = [self.group.create_task(self._serve(verb, act)) for verb, act in verbs.items()]
-                for _ in range(relays):
-                    await self.add_relay()
-                await self.gateway.start()
-                tasks.append(self.group.create_task(self.gateway.run()))
-                self.url = f"http://127.0.0.1:{await self.gateway.listen(stack)}"
-                await asyncio.sleep(0)
-                try:
-                    yield self
-                finally:
-                    await stack.aclose()
-                    for relay in self.relays:
-                        with contextlib.suppress(asyncio.CancelledError):
-                            await relay.die()
-                    for task in tasks:
-                        task.cancel()
+        async with contextlib.AsyncExitStack() as stack, asyncio.TaskGroup() as self.group:
+            for verb in self._verbs:
+                self.serve(verb)
+            for _ in range(relays):
+                await self.add_relay()
+            await self.gateway.start()
+            running = self.group.create_task(self.gateway.run())
+            self.url = f"http://127.0.0.1:{await self.gateway.listen(stack)}"
+            try:
+                yield self
+            finally:
+                await stack.aclose()
+                for relay in self.relays:
+                    await relay.die()
+                running.cancel()
+                for verb in list(self._serving):
+                    self.stop_serving(verb)
 
     def client(self, key: str = KEY, **more: Any) -> aiohttp.ClientSession:
         return aiohttp.ClientSession(self.url, headers={"Authorization": f"Bearer {key}"}, **more)
-
-
-@dataclass
-class SseEvent:
-    id: str | None
-    name: str | None
-    data: str
-
-
-def parse_sse(raw: bytes) -> list[SseEvent]:
-    """An independent reading of the event-stream format (WHATWG), comments and `retry` left out."""
-    found: list[SseEvent] = []
-    fields: dict[str, list[str]] = {}
-    last_id: str | None = None
-    for line in raw.decode().replace("\r\n", "\n").replace("\r", "\n").split("\n"):
-        if line == "":
-            if "data" in fields:
-                last_id = fields.get("id", [last_id])[-1]
-                found.append(SseEvent(last_id, fields.get("event", [None])[-1], "\n".join(fields["data"])))
-            fields = {}
-        elif not line.startswith(":"):
-            name, _, value = line.partition(":")
-            fields.setdefault(name, []).append(value.removeprefix(" "))
-    return found
-
-
-def usage(output: int, cached: int = 0, inputs: int = 5) -> Usage:
-    return Usage(input_tokens=inputs, output_tokens=output, cached_tokens=cached)
