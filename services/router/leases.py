@@ -622,9 +622,7 @@ class LeaseTable:
         return commands
 
     def _take(self, event: Delivered, now: float) -> list[Command]:
-        lease = self.lease_type(
-            event, router=self._router, suspect=self._suspect, tickets=self._tickets, now=now
-        )
+        lease = self.lease_type(event, router=self._router, suspect=self._suspect, tickets=self._tickets, now=now)
         self._leases[event.reply_id] = lease
         commands = lease.start(now)
         if self._draining:

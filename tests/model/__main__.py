@@ -3,6 +3,8 @@ python -m tests.model --seed 7                 one interleaving, event by event
 python -m tests.model --seed 7 --without RULE  the same with a rule taken away
 """
 
+# ruff: noqa: T201  a command prints
+
 import argparse
 import os
 import sys

@@ -101,7 +101,7 @@ class Replica(Process):
     def hang(self, hang_s: float) -> None:
         """The step loop stands still; the process answers."""
         if self.up and self.hung_since is None:
-            self.world.say(f"{self.name} hangs for {hang_s:.2f} s")
+            self.world.say("{} hangs for {} s", self.name, hang_s)
             self.hung_since = self.world.now
             self.world.at(hang_s, self._unhang, owner=self)
             for router in self.scene.routers:
@@ -138,9 +138,7 @@ class Replica(Process):
         written, mix = unpack_ids(dispatch.written), 0
         for token in written:
             mix = next_mix(mix, token)
-        writer = self.scene.rules.writer(
-            attempt=dispatch.attempt, open_seq=dispatch.open_seq, first_index=len(written)
-        )
+        writer = self.scene.rules.writer(attempt=dispatch.attempt, open_seq=dispatch.open_seq, first_index=len(written))
         self.sequence = running = Running(
             dispatch=dispatch,
             writer=writer,
@@ -150,7 +148,7 @@ class Replica(Process):
             delivered=dispatch.delivered,
             router=dispatch.router,
         )
-        self.world.say(f"{self.name} runs attempt {dispatch.attempt} after {len(written)} tokens")
+        self.world.say("{} runs attempt {} after {} tokens", self.name, dispatch.attempt, len(written))
         self.world.at(self.world.random.random() * self.world.swarm.prefill_s, self._step, running, owner=self)
         self.world.at(LEASE_EXTEND_S / 2, self._extend, running, owner=self)
         return Dispatched(replica=self.name, router=dispatch.router)
@@ -161,9 +159,7 @@ class Replica(Process):
             return Holding(replica=self.name, reply_id=ask.reply_id, running=False)
         self._report_to(running, ask.router, ask.ack_subject, ask.delivered)
         attempt = running.dispatch.attempt
-        return Holding(
-            replica=self.name, reply_id=ask.reply_id, running=True, attempt=attempt, router=running.router
-        )
+        return Holding(replica=self.name, reply_id=ask.reply_id, running=True, attempt=attempt, router=running.router)
 
     def _report_to(self, running: Running, router: str, ack_subject: str, delivered: int) -> None:
         """The newest delivery counts; the router of the one before is told."""
@@ -267,7 +263,7 @@ class Replica(Process):
         running = self.sequence
         assert running is not None
         self.sequence = None
-        self.world.say(f"{self.name} leaves attempt {running.dispatch.attempt}: {outcome}")
+        self.world.say("{} leaves attempt {}: {}", self.name, running.dispatch.attempt, outcome)
         if outcome == "handed_back":
             self.scene.checks.given_back.add(running.dispatch.attempt)
         self.scene.checks.over.add(running.dispatch.attempt)
@@ -327,7 +323,7 @@ class Canceller(Process):
 
     def cancel(self, scene: "Scene", reason: EndReason) -> None:
         scene.checks.stopped_by.add(reason)
-        self.world.say(f"{self.name} stops the reply")
+        self.world.say("{} stops the reply", self.name)
 
         def done(stands: bool) -> None:
             if stands:
@@ -410,10 +406,10 @@ class Router(Process):
     # --- what comes in
 
     def feed(self, event: Any) -> None:
-        self.world.say(f"  {self.id} <- {event}")
+        self.world.say("  {} <- {}", self.id, event)
         commands = self.table.on(event, self.world.now)
         for command in commands:
-            self.world.say(f"  {self.id} -> {command}")
+            self.world.say("  {} -> {}", self.id, command)
             _PERFORM[type(command)](self, command)
         wake = self.table.next_wake
         if wake < self._wake:
@@ -451,7 +447,7 @@ class Router(Process):
     def drain(self, away_s: float) -> None:
         """Gives back what waits, sees the rest through for a while, leaves, and comes back as a new process."""
         if self.up and not self.draining:
-            self.world.say(f"{self.name} drains")
+            self.world.say("{} drains", self.name)
             self.draining = True
             self.feed(lease.Drain())
             self.world.at(1.0, self.crash, away_s, owner=self)

@@ -38,11 +38,11 @@ class Log:
         if self.captured:
             self._republish(SequencedEntry(seq=self.last_seq + 1, entry=entry), self.last_seq)
         if expected is not None and expected != self.last_seq:
-            self.world.say(f"log refuses {by.name}: {entry}")
+            self.world.say("log refuses {}: {}", by.name, entry)
             return None
         self._stream_seq += self.world.random.randint(1, 3)  # other keys share the stream
         item, previous = SequencedEntry(seq=self._stream_seq, entry=entry), self.last_seq
-        self.world.say(f"log {item.seq} {by.name}: {entry}")
+        self.world.say("log {} {}: {}", item.seq, by.name, entry)
         self.checks.appended(item, by)
         self.entries.append(item)
         self.grew_s = self.world.now
@@ -84,7 +84,7 @@ class LaneMessage:
         self.delivered += 1
         self._held = True
         self._touch()
-        self.world.say(f"lane delivers {self.name} for the {self.delivered}. time to {router.name}")
+        self.world.say("lane delivers {} for the {}. time to {}", self.name, self.delivered, router.name)
         self.world.send(router, router.delivered, self, self.delivered)
         self.world.at(ACK_WAIT_S, self._lapse)
 
@@ -110,7 +110,7 @@ class LaneMessage:
 
     def ack(self) -> None:
         if self.present:
-            self.world.say(f"lane removes {self.name}")
+            self.world.say("lane removes {}", self.name)
             self.lane.checks.left_the_lane(self.lane.ended)
             self.present = False
 
@@ -125,6 +125,11 @@ class Lane:
         message = LaneMessage(self, name)
         self.messages.append(message)
         message.offer()
+
+    def election(self) -> None:
+        """The consumer's new leader knows nothing of who holds what: all comes again."""
+        for message in self.messages:
+            message.redeliver()
 
     @property
     def empty(self) -> bool:
@@ -145,6 +150,6 @@ class Ended:
         reply = make()
         self.checks.archived(reply)
         if self.stored is None:
-            self.world.say(f"ENDED stores {reply.reason.value} with {len(reply.ids) // 4} tokens")
+            self.world.say("ENDED stores {} with {} tokens", reply.reason.value, len(reply.ids) // 4)
             self.stored = reply
         return True

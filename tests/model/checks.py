@@ -1,6 +1,6 @@
 """What must hold, whatever the code does: looked at from outside, from the log, the lane and the screens.
 
-None of it knows leases, writers or merges; each check states a fact and raises ModelViolation with its own name.
+None of it knows leases, writers or merges; each check states a fact and raises RuleBrokenError with its own name.
 """
 
 from typing import TYPE_CHECKING
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from shared.limits import ATTEMPTS_MAX, IDLE_END_S, OPENS_MAX
 from shared.messages import Accepted, Chunk, Dispatch, End, EndedReply, Open, SequencedEntry, unpack_ids
 from shared.outcomes import EndReason
-from tests.model.world import ModelViolation, Process, World
+from tests.model.trace import brief
+from tests.model.world import Process, RuleBrokenError, World
 
 if TYPE_CHECKING:
     from tests.model.actors import Reader, Replica, Router
@@ -43,7 +44,7 @@ class Checks:
         self.over: set[int] = set()  # attempts that their replicas said are over
 
     def fail(self, check: str, detail: str) -> None:
-        raise ModelViolation(check, f"{detail} (at {self.world.now:.4f} s)")
+        raise RuleBrokenError(check, f"{detail} (at {self.world.now:.4f} s)")
 
     # --- the log
 
@@ -51,7 +52,7 @@ class Checks:
         """Called with each entry that the log took, before it stands there."""
         entry = item.entry
         if self.end is not None:
-            self.fail("exactly one end, nothing after it", f"{by.name} appended {entry}")
+            self.fail("exactly one end, nothing after it", f"{by.name} appended {brief(entry)}")
         if isinstance(entry, Chunk):
             self._chunk_appended(entry, by)
         elif isinstance(entry, Open):
@@ -61,7 +62,9 @@ class Checks:
 
     def _chunk_appended(self, chunk: Chunk, by: Process) -> None:
         if chunk.first_index != len(self.ids):
-            self.fail("indices are contiguous", f"{by.name} wrote from {chunk.first_index} after {len(self.ids)} tokens")
+            self.fail(
+                "indices are contiguous", f"{by.name} wrote from {chunk.first_index} after {len(self.ids)} tokens"
+            )
         if not self.opens or chunk.attempt != self.opens[-1].attempt:
             self.fail("only the last open may write", f"attempt {chunk.attempt} by {by.name}")
         for token in unpack_ids(chunk.ids):
@@ -121,7 +124,9 @@ class Checks:
     def writer_dropped(self, replica: "Replica", own: SequencedEntry | None) -> None:
         """A replica takes itself for replaced, while the last entry of the log is one that it wrote itself."""
         if own is not None:
-            self.fail("nobody at work is replaced", f"{replica.name} dropped its attempt over its own {own.entry}")
+            self.fail(
+                "nobody at work is replaced", f"{replica.name} dropped its attempt over its own {brief(own.entry)}"
+            )
 
     def stop_returned(self) -> None:
         """Whoever was told that a reply is stopped finds an end in its log."""
@@ -147,8 +152,9 @@ class Checks:
         standing = self.scene.log.entries
         at = len(reader.shown)
         if at >= len(standing) or standing[at] != item:
-            there = standing[at] if at < len(standing) else None
-            self.fail("a screen shows the log in its order", f"{reader.name} shows {item} as entry {at}: {there}")
+            there = brief(standing[at].entry) if at < len(standing) else "nothing"
+            shown = f"{reader.name} shows {brief(item.entry)} as entry {at}, where {there} stands"
+            self.fail("a screen shows the log in its order", shown)
 
     # --- when the weather has been good for long
 
@@ -161,7 +167,9 @@ class Checks:
             self.fail("the lane empties", "a message is still there")
         for reader in scene.readers:
             if len(reader.shown) != len(scene.log.entries):
-                self.fail("every screen sees the end", f"{reader.name} at {len(reader.shown)} of {len(scene.log.entries)}")
+                self.fail(
+                    "every screen sees the end", f"{reader.name} at {len(reader.shown)} of {len(scene.log.entries)}"
+                )
         for replica in scene.replicas:
             if replica.blocks_used:
                 self.fail("blocks are freed", f"{replica.name} still holds {replica.blocks_used}")

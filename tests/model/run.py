@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from shared.errors import ChorusError
 from tests.model.rules import TAKEN_AWAY, Rules
 from tests.model.scene import Scene
-from tests.model.world import ModelViolation, World
+from tests.model.world import RuleBrokenError, World
 
 REAL = Rules()
 _BATCH = 250
@@ -44,7 +44,7 @@ def run_seed(seed: int, rule: str | None = None, *, trace: bool = False) -> Outc
         scene = Scene(world, TAKEN_AWAY[rule] if rule else REAL)
         if not world.run(scene.at_rest):
             scene.checks.at_rest()
-    except ModelViolation as violation:
+    except RuleBrokenError as violation:
         return Outcome(seed, rule, violation.check, str(violation), world.events)
     except ChorusError as error:
         check = "nothing happens that the code forbids"

@@ -97,11 +97,13 @@ class Scene:
             return lambda: who.hears_no_more(whom, away)
 
         def election(_: float) -> Callable[[], None]:
-            return lambda: [message.redeliver() for message in self.lane.messages] and None
+            return self.lane.election
 
         def drain(left: float) -> Callable[[], None]:
-            who, away = rng.choice([*self.replicas, *self.routers]), left * rng.random()
-            return lambda: who.drain(away)
+            drains: list[Callable[[float], None]] = [self.replicas[0].drain, self.replicas[1].drain]
+            drains += [self.routers[0].drain, self.routers[1].drain]
+            who, away = rng.choice(drains), left * rng.random()
+            return lambda: who(away)
 
         def reader_restart(left: float) -> Callable[[], None]:
             who, away = rng.choice(self.readers), left * rng.random()
@@ -146,8 +148,10 @@ class Scene:
 
     def announce(self) -> None:
         """`end` stands: the control subject makes it fast."""
-        for process in (*self.replicas, *self.routers):
-            self.world.send(process, process.cancelled)
+        for replica in self.replicas:
+            self.world.send(replica, replica.cancelled)
+        for router in self.routers:
+            self.world.send(router, router.cancelled)
 
     # --- the lane
 

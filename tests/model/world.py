@@ -11,11 +11,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from tests.model.trace import brief
+
 CALM_S = 60.0
 T = TypeVar("T")
 
 
-class ModelViolation(Exception):
+class RuleBrokenError(Exception):
     """A rule of the token log or of the leases does not hold. `check` names it."""
 
     def __init__(self, check: str, detail: str) -> None:
@@ -100,21 +102,21 @@ class Process:
     def crash(self, down_s: float) -> None:
         if self.up:
             self.up, self.boot = False, self.boot + 1
-            self.world.say(f"{self.name} crashes for {down_s:.2f} s")
+            self.world.say("{} crashes for {} s", self.name, down_s)
             self.crashed()
             self._go_quiet()
             self.world.at(down_s, self._start)
 
     def pause(self, pause_s: float) -> None:
         if self.up and self.paused_until <= self.world.now:
-            self.world.say(f"{self.name} pauses for {pause_s:.2f} s")
+            self.world.say("{} pauses for {} s", self.name, pause_s)
             self.paused_until = self.world.now + pause_s
             self._go_quiet()
             self.world.at(pause_s, self._heard_again, owner=self)
 
     def _start(self) -> None:
         self.up, self.paused_until = True, 0.0
-        self.world.say(f"{self.name} starts again")
+        self.world.say("{} starts again", self.name)
         self.quiet_since = None
         self.started()
 
@@ -148,9 +150,10 @@ class World:
 
     # --- time
 
-    def say(self, what: str) -> None:
+    def say(self, what: str, *things: Any) -> None:
+        """A line of the trace; nothing is formatted when nobody reads it."""
         if self._trace:
-            print(f"{self.now:9.4f}  {what}")  # noqa: T201
+            print(f"{self.now:9.4f}  {what.format(*map(brief, things))}")  # noqa: T201
 
     @property
     def calm(self) -> bool:
