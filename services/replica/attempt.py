@@ -114,7 +114,8 @@ class Attempt:
         self.sampled_tokens = 0
         self.cached_tokens = 0
         self.engine_s = 0.0
-        self.sampled_s = (0.0, 0.0)  # when the first and the last token not yet sent were sampled, since the epoch
+        self.sampled_s = (0.0, 0.0)  # when the first and the last token of the chunk in flight were sampled
+        self._unsent_s: tuple[float, float] | None = None  # the same of those not yet sent
         # the lease: whom it reports to, and which delivery it keeps alive
         self.router, self.ack_subject, self.delivered = dispatch.router, dispatch.ack_subject, dispatch.delivered
         self._epoch_s = epoch_s
@@ -155,8 +156,7 @@ class Attempt:
         self.writer.offer(ids, texts, cached_tokens)
         self.sampled_tokens += len(ids)
         self._window = (self._window + "".join(texts))[-SAFETY_WINDOW_CHARS:]
-        unsent = self.writer.pending > len(ids) and self.writer.in_flight is None
-        self.sampled_s = (self.sampled_s[0] if unsent else sampled_s, sampled_s)
+        self._unsent_s = (self._unsent_s[0] if self._unsent_s else sampled_s, sampled_s)
 
     def finished(self, reason: EndReason, engine_s: float, now: float) -> list[Command]:
         """The engine is done with it and holds none of its blocks."""
@@ -217,6 +217,7 @@ class Attempt:
         append = self.writer.next_append()
         if append is not None:
             self._last_append_s = now
+            self.sampled_s, self._unsent_s = self._unsent_s or self.sampled_s, None
         return append
 
     def acked(self, seq: int) -> list[Command]:

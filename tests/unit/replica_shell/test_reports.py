@@ -1,0 +1,120 @@
+"""What a replica tells the routers: its prefix blocks in numbered changes, its pace, its heartbeat."""
+
+import random
+
+import pytest
+
+from services.replica.engine_messages import EngineReady, EngineStats
+from services.replica.heartbeat import Beat, heartbeat
+from services.replica.pace import ChunkPace
+from services.replica.prefix_report import PrefixReport
+from services.router.fleet_view import FleetView
+from shared.limits import APPENDS_PER_S_MAX, CHUNK_INTERVAL_S_MAX, CHUNK_INTERVAL_S_MIN
+from shared.messages import StepModel
+from tests.unit.replica_shell.health import health
+from tests.unit.replica_shell.test_attempt import attempt
+
+
+def block(n: int) -> bytes:
+    return n.to_bytes(16, "big")
+
+
+def blocks(*numbers: int) -> bytes:
+    return b"".join(map(block, numbers))
+
+
+def test_many_steps_make_one_change():
+    """What came and went between two tellings is not told at all."""
+    report = PrefixReport("r", "b")
+    report.step(blocks(1, 2), b"")
+    report.step(blocks(3), blocks(2))
+    changed = report.changes()
+    assert changed is not None
+    assert (changed.number, changed.stored, changed.evicted) == (1, blocks(1, 3), b"")
+    assert report.changes() is None
+    report.step(blocks(9), b"")
+    report.step(b"", blocks(9, 1))
+    changed = report.changes()
+    assert changed is not None
+    assert (changed.number, changed.stored, changed.evicted) == (2, b"", blocks(1))
+
+
+def test_a_block_evicted_and_stored_in_one_step_is_there():
+    """The engine reuses a block and computes the same content again."""
+    report = PrefixReport("r", "b")
+    report.step(blocks(1), b"")
+    report.changes()
+    report.step(blocks(1), blocks(1))
+    assert report.changes() is None
+    assert report.snapshot().stored == blocks(1)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_a_router_that_follows_or_asks_knows_what_was_told(seed: int):
+    """Changes in order, or a snapshot at any point with the changes after it, give the same set."""
+    rng = random.Random(seed)
+    report, fleet, held = PrefixReport("r1", "b1"), FleetView(), set()
+    fleet.on_health(health(), 0.0)
+    fleet.on_blocks_snapshot(report.snapshot())
+    for _ in range(60):
+        stored, evicted = {rng.randrange(40) for _ in range(3)}, set(rng.sample(sorted(held), min(len(held), 2)))
+        held = (held - evicted) | stored
+        report.step(blocks(*stored), blocks(*evicted))
+        if rng.random() < 0.5 and (changed := report.changes()) is not None and rng.random() < 0.9:
+            fleet.on_blocks(changed)  # else it is lost
+        if rng.random() < 0.1:
+            fleet.on_blocks_snapshot(report.snapshot())
+    if (changed := report.changes()) is not None and fleet.on_blocks(changed):
+        fleet.on_blocks_snapshot(report.snapshot())
+    view = fleet.get("r1")
+    assert view is not None
+    if view.blocks_number is None:
+        fleet.on_blocks_snapshot(report.snapshot())
+    if view.blocks_number == report.snapshot().number:
+        assert view.prefix == {block(n) for n in held}
+
+
+def test_the_pace_follows_load_and_latency():
+    """Few logs on a fast bus: the shortest interval; many logs or a slow bus: longer, up to the bound."""
+    pace = ChunkPace()
+    assert pace.interval_s(1) == CHUNK_INTERVAL_S_MIN
+    assert pace.interval_s(100) == 100 / APPENDS_PER_S_MAX
+    assert pace.interval_s(10_000) == CHUNK_INTERVAL_S_MAX
+    for _ in range(100):
+        pace.measured(0.02)
+    assert CHUNK_INTERVAL_S_MIN < pace.interval_s(1) < CHUNK_INTERVAL_S_MAX
+
+
+def test_a_heartbeat_covers_every_dispatch_it_names():
+    """Sequences handed to the engine since its last report are counted on top of its figures."""
+    step = StepModel(base_s=0.01, per_token_s=0.001)
+    ready = EngineReady(
+        model_name="m",
+        model_version="v",
+        tokenizer_revision="",
+        vocab_size=10,
+        blocks_total=64,
+        context_max=512,
+        running_max=4,
+        step=step,
+        phases_s={},
+    )
+    stats = EngineStats(
+        blocks_total=64, blocks_free=60, running=1, waiting=1, waiting_tokens={"free": 7, "paid": 2}, step=step
+    )
+    beat = Beat(
+        replica="r",
+        boot_id="b",
+        model="m",
+        http="",
+        ready=ready,
+        stats=stats,
+        unseen=(attempt(written=3),),
+        dispatches=9,
+        accepting=True,
+        step_age_s=0.0,
+        step_predicted_s=0.0,
+        tokens_per_s=0.0,
+    )
+    said = heartbeat(beat)
+    assert (said.waiting, said.waiting_tokens, said.dispatches) == (2, {"free": 7 + 5 + 3, "paid": 2}, 9)
