@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -306,6 +306,10 @@ class Plane:
     async def present(self, reply: str) -> None:
         await self.bus.publish(NAMES.presence(reply), encode(Presence(reply_id=reply)))
 
+    def request(self, reply: str) -> GenerateRequest:
+        """What was queued for it."""
+        return self._prompts[reply]
+
     def expected_ids(self, reply: str) -> list[int]:
         """What any attempt, anywhere, must write."""
         accepted = self._prompts[reply].accepted
@@ -400,6 +404,3 @@ async def plane() -> AsyncIterator[Plane]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-Act = Callable[[Plane], Awaitable[None]]
