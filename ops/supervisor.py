@@ -18,6 +18,7 @@ from shared.errors import ConfigError
 PROBE_S = 0.05
 PROBE_SLOW_S = 0.5  # once a start takes long
 SAY_S = 10.0  # a person who waits is told for what, this often
+UNREADY_STOP_S = 3.0  # what was never ready has nothing to finish
 KILLED_S = 5.0  # the kernel needs a moment to take a killed process away
 _SENTENCE = "cannot start: "  # how our services begin the one that ends them
 
@@ -145,7 +146,8 @@ class Supervisor:
         child = kept.child
         if child is None:
             return
-        stopping = asyncio.ensure_future(child.stop(kept.unit.stop_s))
+        stop_s = kept.unit.stop_s if kept.ready.is_set() else min(kept.unit.stop_s, UNREADY_STOP_S)
+        stopping = asyncio.ensure_future(child.stop(stop_s))
         hurry = asyncio.ensure_future(now.wait())
         try:
             await asyncio.wait({stopping, hurry}, return_when=asyncio.FIRST_COMPLETED)
