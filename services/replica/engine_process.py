@@ -52,6 +52,8 @@ from shared.errors import ConfigError, EngineError
 from shared.limits import ENGINE_REPORTS_MAX, ENGINE_START_S, ENGINE_STOP_S, STUCK_STEP_FACTOR
 
 _ROOT = Path(__file__).resolve().parents[2]
+# Threads that wait for each other must not spin: on a busy machine that costs far more than waking them.
+_QUIET_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
 _EXIT_S = 1.0  # a process whose socket closed is gone within this
 _STUCK_S_MIN = 1.0  # a short step on a busy machine is not stuck
 
@@ -117,7 +119,7 @@ class EngineHandle:
                 str(memory.fileno()),
                 stdin=asyncio.subprocess.PIPE,
                 pass_fds=(theirs.fileno(), memory.fileno()),
-                env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                env={**_QUIET_THREADS, **os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             )
 
     async def _until_ready(self, on_progress: Callable[[EngineStarting], None]) -> EngineReady:
