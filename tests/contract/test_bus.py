@@ -78,6 +78,16 @@ async def test_a_publish_reaches_every_plain_subscriber_and_one_of_each_group(wo
     assert sorted(int(message.data) for message in got) == list(range(20))
 
 
+async def test_a_subscription_stands_when_it_returns(world):
+    """What another client publishes after `subscribe` has returned is never missed."""
+    bus, other = await world.bus(), await world.bus()
+    for number in range(200):
+        inbox = await bus.subscribe(f"{world.region}.{number}")
+        await other.publish(f"{world.region}.{number}", b"x")
+        assert await inbox.next(S), f"round {number}"
+        await inbox.close()
+
+
 @pytest.mark.parametrize(
     ("pattern", "subject", "hit"),
     [
@@ -681,6 +691,20 @@ async def test_a_closed_puller_gives_back_what_nobody_took(world):
     assert sorted(one.data for one in await pull_all(other, 3)) == [b"2", b"3", b"4"]
     with pytest.raises(BusClosedError):
         await puller.pull(1, S)
+
+
+async def test_a_closed_bus_gives_back_what_its_pullers_had(world):
+    """Leaving the bus gives back what had arrived for its pullers and was not taken."""
+    bus, puller = await lane_with(world, [b"1"])
+    other = await world.bus()
+    held = await puller.pull(10, S)
+    for number in range(2, 5):
+        await other.append(f"{world.region}.lane.a", b"%d" % number, timeout_s=S)
+    await asyncio.sleep(0.05)
+    await bus.close()
+    again = await pull_all(other.puller(lane(world).name, "c"), 3)
+    assert sorted(one.data for one in again) == [b"2", b"3", b"4"]
+    assert held[0].data == b"1"  # what was taken is its taker's
 
 
 async def test_pulling_from_nobody_is_an_error(world):

@@ -8,7 +8,7 @@ import uvloop
 
 from shared.bus import ConsumerSpec, StreamSpec
 from shared.bus.nats import connect
-from shared.errors import BusError, BusTimeoutError
+from shared.errors import BusError, BusTimeoutError, NoRespondersError
 from shared.limits import BUS_UNSENT_BYTES_MAX
 from tests.contract.conftest import until
 
@@ -66,9 +66,10 @@ async def test_a_frozen_server_blocks_nobody(nats_world):
             while bus.counts.published_dropped < 5:
                 await bus.publish(f"{nats_world.region}.x", chunk)
                 await asyncio.sleep(0)
-        assert bus._link._client.pending_data_size <= BUS_UNSENT_BYTES_MAX + len(chunk)
-        with pytest.raises(BusTimeoutError):
-            await bus.append(f"{nats_world.region}.lane.a", b"x", timeout_s=0.1)
+        appends = [bus.append(f"{nats_world.region}.lane.a", chunk, timeout_s=0.1) for _ in range(20)]
+        outcomes = await asyncio.gather(*appends, return_exceptions=True)
+        assert all(isinstance(outcome, BusTimeoutError) for outcome in outcomes)
+        assert bus._link._client.pending_data_size <= BUS_UNSENT_BYTES_MAX + 2 * len(chunk)
         cancelled = asyncio.create_task(bus.append(f"{nats_world.region}.lane.a", b"x", timeout_s=60))
         await asyncio.sleep(0.02)
         cancelled.cancel()
@@ -102,6 +103,17 @@ async def test_a_consumer_made_again_is_pulled_from_again(nats_world):
     await bus.apply([], [consumer])
     await bus.append(f"{region}.lane.a", b"1", timeout_s=S)
     assert [one.data for one in await asyncio.wait_for(pulling, 5)] == [b"1"]
+
+
+async def test_a_pull_that_is_turned_down_does_not_hammer(nats_world):
+    """A pull from a consumer that is not there asks again a few times, not thousands of times."""
+    bus = await nats_world.bus()
+    stream = StreamSpec(name=f"{nats_world.region}_L", subjects=(f"{nats_world.region}.lane.>",))
+    await bus.apply([stream], [])
+    sent = bus._link._client.stats["out_msgs"]
+    with pytest.raises(NoRespondersError):
+        await bus.puller(stream.name, "none").pull(1, 0.5)
+    assert 1 < bus._link._client.stats["out_msgs"] - sent < 10
 
 
 async def test_an_old_delivery_gives_way_to_its_newer_one(nats_world):
