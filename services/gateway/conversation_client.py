@@ -60,8 +60,9 @@ class Conversation:
     async def key(self, digest: bytes) -> Principal:
         return (await self._ask("key", KeyLookup(digest=digest), KeyFound, timeout_s=KEY_LOOKUP_S)).principal
 
-    async def _ask(self, verb: str, question: Message, kind: type[A], timeout_s: float = REQUEST_TIMEOUT_S) -> A:
+    async def _ask(self, verb: str, question: Message, kind: type[A], timeout_s: float | None = None) -> A:
         """Nobody there: again for a few seconds. No answer in time: once more, to another one with luck."""
+        timeout_s = REQUEST_TIMEOUT_S if timeout_s is None else timeout_s
         subject, data = self._names.conversation(verb), encode(question)
         if len(data) > PAYLOAD_BYTES_MAX - _ENVELOPE_BYTES:
             said = f"The request is {len(data)} bytes when parsed; at most {PAYLOAD_BYTES_MAX - _ENVELOPE_BYTES} fit."

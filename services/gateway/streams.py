@@ -133,7 +133,7 @@ class ReplyStream:
         """What comes from now on is not to be trusted to be whole: open again."""
         if self._lost is None:
             self._leave(tell=True)
-            self._lost, self._lost_s, self._tries = why, clock.now_s(), 0
+            self._lost, self._lost_s, self._tries, self.relay = why, clock.now_s(), 0, ""
             self._wake()
         else:
             self._doubt = why  # while opening: what was on its way may be lost too

@@ -136,6 +136,8 @@ class FakeRelay:
         for task in self._tasks:
             task.cancel()
         await self._stack.aclose()
+        await self._opens.close()
+        await self._credits.close()
         await self.bus.close()
 
     async def leave(self, why: str) -> None:
