@@ -151,6 +151,8 @@ class Lease:
         self._over = 0  # the attempt that is over: its replica says so, or we gave it up
         self._over_seq: int | None = 0  # the log's last sequence then (None: at the next look); if it grows, it lives
         self._returned = 0  # the attempt that was refused or handed back
+        self._known_seq = 0  # the log reaches this far at least
+        self._lagging_s: float | None = None  # since when all that we read ends before that
         self._still = (0, now)  # the log's last sequence, and since when we have seen no other
         self._unanswered_s: float | None = None  # since when the replica leaves us without an answer
         self._question = (-1, 0)  # sequence at the last redelivery of a running reply, and how many found it there
@@ -225,8 +227,8 @@ class Lease:
         return self._pause(now, LEASE_RETRY_S)
 
     def _log_read(self, event: LogRead, now: float) -> list[Command]:
-        if 0 < event.view.last_seq < self.view.last_seq:
-            return self._pause(now, LEASE_RETRY_S)  # a copy of the stream that lags answered
+        if self._lags(event.view, now):
+            return self._pause(now, LEASE_RETRY_S)
         self.view = event.view
         if self.view.last_seq != self._still[0]:
             self._still, self._unanswered_s = (self.view.last_seq, now), None
@@ -258,6 +260,18 @@ class Lease:
         if self._dispatchable and opened.router == self._router:
             return self._dispatch(opened, now)
         return self._ask(opened, now)
+
+    def _lags(self, view: LogView, now: float) -> bool:
+        """A copy of the stream answered that is behind what we know. Not for ever: then the log itself was lost."""
+        if view.last_seq >= self._known_seq or view.accepted is None:
+            self._lagging_s, self._known_seq = None, view.last_seq
+            return False
+        if self._lagging_s is None:
+            self._lagging_s = now
+        if now - self._lagging_s < UNANSWERED_S:
+            return True
+        self._lagging_s, self._known_seq = None, view.last_seq
+        return False
 
     def _log_missing(self, now: float) -> list[Command]:
         """Deleted, or lost with its bucket: nothing can be written. Past the deadline nobody waits for it either."""
@@ -347,8 +361,13 @@ class Lease:
     def _opened(self, event: OpenAppended, now: float) -> list[Command]:
         assert self._opening is not None
         self.view.apply(event.seq, self._opening)
+        self._known_seq = event.seq
         self._still, self._unanswered_s = (event.seq, now), None
         return self._dispatch(self._opening, now)
+
+    def _open_refused(self, _: OpenRefused, now: float) -> list[Command]:
+        self._known_seq = self.view.last_seq + 1  # something stands behind what we have read
+        return self._read(now)
 
     def _dispatch(self, opened: Open, now: float) -> list[Command]:
         if self._unanswered_s is None:
@@ -392,6 +411,10 @@ class Lease:
         self._go(State.ASKING, now + COMMAND_ANSWER_S)
         ask = Ask(reply_id=self.reply_id, router=self._router, ack_subject=self._ack_subject, delivered=self._delivered)
         return [AskReplica(reply_id=self.reply_id, ticket=self._next_ticket(), replica=opened.replica, ask=ask)]
+
+    def _ask_later(self, _: DispatchUnknown | AskUnanswered, now: float) -> list[Command]:
+        """Nobody listening is said at once: without a pause it would be asked a hundred times a second."""
+        return self._pause(now, PROGRESS_CHECK_S)
 
     def _answered(self, event: Answered, now: float) -> list[Command]:
         if event.running and event.attempt == self.view.attempts:
@@ -525,20 +548,20 @@ class Lease:
         State.OPENING: {
             **_COMMON,
             OpenAppended: _opened,
-            OpenRefused: _read_on,
-            OpenUnknown: _read_on,
+            OpenRefused: _open_refused,
+            OpenUnknown: _pause_on,
         },
         State.DISPATCHING: {
             **_COMMON,
             DispatchTaken: _taken_on,
             DispatchDeclined: _declined,
-            DispatchUnknown: _read_on,
+            DispatchUnknown: _ask_later,
             ReplicaSuspect: _suspected,
         },
         State.ASKING: {
             **_COMMON,
             Answered: _answered,
-            AskUnanswered: _read_on,
+            AskUnanswered: _ask_later,
             ReplicaSuspect: _suspected,
         },
         State.RUNNING: {

@@ -226,6 +226,8 @@ class World:
             if not self.chance(self.swarm.loss):
                 self.at(self.latency(), answered, result, owner=asker)
 
-        if not self.chance(self.swarm.loss):
+        if server is not None and not server.up:
+            self.at(self.latency(), answered, None, owner=asker)  # no responders: said at once
+        elif not self.chance(self.swarm.loss):
             self.at(self.latency(), served, owner=server)
         self.at(timeout_s, answered, None, owner=asker)
