@@ -78,7 +78,7 @@ class ReplicaService:
         )
         self._outbox = Outbox(bus, metrics)
         self._prefix = PrefixReport(self.replica, self.boot_id)
-        self._journal = Journal(bus, self._names, self.replica, metrics)
+        self._journal = Journal(bus, self._names, "replica", metrics)
         self._count = ReplicaMetrics(metrics)
         self._group: asyncio.TaskGroup | None = None
         self._subscriptions: dict[str, Subscription] = {}
@@ -229,6 +229,7 @@ class ReplicaService:
         self._journal.note(
             "attempt_taken",
             attempt.reply_id,
+            replica=self.replica,
             attempt=attempt.number,
             first_index=attempt.first_index,
             here=len(self._table),
@@ -247,7 +248,9 @@ class ReplicaService:
     def _release(self, attempt: Attempt, router: str | None) -> None:
         """`router` held an older delivery; the attempt reports to another one from now on."""
         if router is not None:
-            self._journal.note("attempt_adopted", attempt.reply_id, by=attempt.router, released=router)
+            self._journal.note(
+                "attempt_adopted", attempt.reply_id, replica=self.replica, by=attempt.router, released=router
+            )
             self._spawn(self._say_over(attempt, router, "adopted", ""))
 
     async def _hear_snapshots(self) -> None:
@@ -376,6 +379,7 @@ class ReplicaService:
         self._journal.note(
             "attempt_over",
             attempt.reply_id,
+            replica=self.replica,
             attempt=attempt.number,
             outcome=over.outcome.value,
             detail=over.detail,
@@ -441,7 +445,7 @@ class ReplicaService:
         if self._stuck_since is None:
             self._stuck_since = now
             self._log.error("engine_stuck", step_age_s=self._engine.step_age_s())
-            self._journal.note("engine_stuck", None, step_age_s=self._engine.step_age_s())
+            self._journal.note("engine_stuck", None, replica=self.replica, step_age_s=self._engine.step_age_s())
         if now - self._stuck_since > ENGINE_STUCK_EXIT_S:
             raise EngineError(f"the engine has been in one step for {self._engine.step_age_s():.0f} s")
 

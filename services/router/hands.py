@@ -32,9 +32,9 @@ from shared.bus import Bus
 from shared.errors import BusError, LogGoneError, TokenLogError, WrongLastSequenceError
 from shared.limits import APPEND_TIMEOUT_S, ASK_TIMEOUT_S, DISPATCH_TIMEOUT_S, REQUEST_TIMEOUT_S
 from shared.log_store import LogStore
-from shared.messages import Dispatched, DispatchRefused, End, EndedReply, Holding, decoder, encode, pack_ids
+from shared.messages import Dispatched, DispatchRefused, End, Holding, decoder, encode
 from shared.subjects import Names
-from shared.token_log import LogView
+from shared.token_log import LogView, ended_reply
 
 Asked: TypeAlias = ReadLog | AppendOpen | SendDispatch | AskReplica | AppendEnd | Archive
 
@@ -123,22 +123,3 @@ class Hands:
         except BusError:
             return ArchiveFailed(reply_id=reply_id, ticket=ticket)
         return Archived(reply_id=reply_id, ticket=ticket)
-
-
-def ended_reply(view: LogView) -> EndedReply:
-    """An ended log as it is archived."""
-    accepted, ended = view.accepted, view.ended
-    if accepted is None or ended is None:
-        raise TokenLogError("only an ended log can be archived")
-    return EndedReply(
-        accepted=accepted,
-        reason=ended.reason,
-        text=view.text,
-        ids=pack_ids(view.ids),
-        usage=view.usage,
-        attempts=view.attempts,
-        ended_s=ended.ended_s,
-        checked=ended.checked,
-        detail=ended.detail,
-        first_token_s=view.first_token_s,
-    )

@@ -11,8 +11,6 @@ the bus run beside it as tasks, at most one per lease, and come back as events.
 
 import asyncio
 import contextlib
-import dataclasses
-from collections import Counter
 from collections.abc import Coroutine
 from typing import Any, NamedTuple, TypeVar
 
@@ -24,31 +22,21 @@ from services.router.lease_events import (
     Ack,
     AnnounceEnd,
     Answer,
-    Answered,
     AppendOpen,
-    Archive,
-    Archived,
-    ArchiveFailed,
-    AskReplica,
-    AskUnanswered,
     AttemptEnded,
     CancelHeard,
     Command,
     Delivered,
     DispatchDeclined,
     DispatchTaken,
-    DispatchUnknown,
     Drain,
-    EndFailed,
     Extend,
     Nak,
     OpenAppended,
     OpenRefused,
-    OpenUnknown,
     Place,
     Placed,
     PresenceHeard,
-    ReadFailed,
     ReplicaRestarted,
     ReplicaSuspect,
     SendDispatch,
@@ -56,11 +44,12 @@ from services.router.lease_events import (
     Unplace,
     Unplaceable,
 )
-from services.router.leases import Lease, LeaseTable, State
+from services.router.leases import LeaseTable, State
 from services.router.metrics import RouterMetrics
+from services.router.notes import Notes
 from services.router.settings import RouterSettings
 from services.router.shares import Shares
-from services.router.waiting_room import Match, Unfit, WaitingRoom
+from services.router.waiting_room import Unfit, WaitingRoom
 from shared import clock
 from shared.bus import Bus, BusMessage, Delivery, Subscription
 from shared.catalog import Catalog
@@ -118,8 +107,9 @@ class RouterService:
         ]
         self._shares = Shares([lane.consumer for lane in self._lanes], settings.held_max)
         self._room_made = asyncio.Event()
-        self._journal = Journal(bus, self._names, self.router, metrics)
-        self._count = RouterMetrics(metrics)
+        self._journal = Journal(bus, self._names, "router", metrics)
+        self._notes = Notes(self.router, self._journal, RouterMetrics(metrics), log)
+        self._count = self._notes.count
         self._group: asyncio.TaskGroup | None = None
         self._pulls: list[asyncio.Task[None]] = []
         self._subscriptions: dict[str, Subscription] = {}
@@ -254,9 +244,7 @@ class RouterService:
                 continue
             if over.outcome != "adopted":
                 self._fleet.over(over.replica, over.reply_id)
-            self._journal.note(
-                "attempt_over", over.reply_id, attempt=over.attempt, replica=over.replica, outcome=over.outcome
-            )
+            self._notes.attempt_over(over)
             self._stir_replica(over.replica)
             self._handle(AttemptEnded(reply_id=over.reply_id, attempt=over.attempt, outcome=over.outcome))
 
@@ -269,7 +257,7 @@ class RouterService:
                 if isinstance(news, NeedBlocks):
                     self._need_blocks(news.replica)
                 else:
-                    self._journal.note("replica_restarted", None, replica=news.replica, boot_id=health.boot_id)
+                    self._notes.restarted(news.replica, health.boot_id)
                     self._handle(ReplicaRestarted(replica=news.replica))
             self._room.stir(health.model)
             self._place()
@@ -323,22 +311,10 @@ class RouterService:
             await asyncio.sleep(ROUTER_TICK_S)
             now = clock.now_s()
             for replica in self._fleet.new_suspects(now):
-                self._count.suspects.labels(replica).inc()
-                self._log.warning("replica_suspect", replica=replica)
-                self._journal.note("replica_suspect", None, replica=replica, **self._figures(replica, now))
+                self._notes.suspected(replica, self._fleet, now)
                 self._handle(ReplicaSuspect(replica=replica))
             if self._table.next_wake <= now:
                 self._handle(Tick())
-
-    def _figures(self, replica: str, now: float) -> dict[str, float]:
-        view = self._fleet.get(replica)
-        if view is None:
-            return {}
-        return {
-            "silent_s": now - view.heard_s,
-            "step_age_s": view.health.step_age_s,
-            "step_predicted_s": view.health.step_predicted_s,
-        }
 
     # --- events and commands -----------------------------------------------------------------------------------
 
@@ -379,7 +355,7 @@ class RouterService:
             case Ack():
                 self._spawn(self._ack(command.ack_subject))
             case Nak():
-                self._journal.note("given_back", command.reply_id, delay_s=command.delay_s)
+                self._notes.decided("given_back", command.reply_id, delay_s=command.delay_s)
                 self._spawn(self._nak(command.ack_subject, command.delay_s))
             case AnnounceEnd():
                 cancel = Cancel(reply_id=command.reply_id, reason=command.reason)
@@ -400,23 +376,17 @@ class RouterService:
         )
 
     def _place(self) -> None:
+        """Whoever is next and finds room."""
         for result in self._room.matches(clock.now_s()):
+            reply_id = result.reply_id
             if isinstance(result, Unfit):
-                self._count.unfit.labels(self._model(result.reply_id)).inc()
-                self._step(Unplaceable(reply_id=result.reply_id, detail=result.detail))
+                lease = self._table.get(reply_id)
+                self._notes.unfit(result, lease.request.accepted.model if lease else "")
+                self._step(Unplaceable(reply_id=reply_id, detail=result.detail))
             else:
-                self._on_match(result)
-
-    def _on_match(self, match: Match) -> None:
-        placed = match.placed
-        self._count.queued_s.labels(match.tier, match.model).observe(match.waited_s)
-        self._count.predicted_ttft_s.labels(match.model, placed.why).observe(placed.ttft_s)
-        self._journal.note("placed", match.reply_id, waited_s=match.waited_s, **dataclasses.asdict(placed))
-        self._step(Placed(reply_id=match.reply_id, replica=placed.replica, model_version=placed.model_version))
-
-    def _model(self, reply_id: str) -> str:
-        lease = self._table.get(reply_id)
-        return "" if lease is None else lease.request.accepted.model
+                self._notes.matched(result)
+                placed = result.placed
+                self._step(Placed(reply_id=reply_id, replica=placed.replica, model_version=placed.model_version))
 
     def _stir_replica(self, replica: str) -> None:
         view = self._fleet.get(replica)
@@ -427,70 +397,25 @@ class RouterService:
 
     async def _do(self, command: Asked) -> None:
         answer = await self._hands.do(command)
+        self._keep_claims(command, answer)
         lease = self._table.get(command.reply_id)
         if lease is not None:
-            self._note(command, answer, lease)
+            self._notes.acted(command, answer, lease)
             self._handle(answer)
+        if isinstance(answer, OpenAppended):
+            await self._say(self._names.safety_watch, SafetyWatch(reply_id=command.reply_id))
 
-    def _note(self, command: Asked, answer: Answer, lease: Lease) -> None:
-        """Counts, the journal, and what the fleet's view must know of an act's outcome."""
-        if isinstance(answer, ReadFailed | OpenUnknown | AskUnanswered | EndFailed | ArchiveFailed):
-            self._count.command_failures.labels(type(command).__name__).inc()
-        match command:
-            case AppendOpen():
-                self._note_open(command, answer, lease)
-            case SendDispatch():
-                self._note_dispatch(command, answer)
-            case AskReplica():
-                if isinstance(answer, Answered) and answer.running and answer.router in ("", self.router):
-                    self._count.adopts.labels(lease.request.accepted.model).inc()
-                    self._journal.note("adopted", command.reply_id, replica=command.replica, attempt=answer.attempt)
-            case Archive():
-                if isinstance(answer, Archived) and command.view.ended is not None:
-                    self._count.archived.labels(command.view.ended.reason).inc()
-                    self._journal.note("archived", command.reply_id, reason=command.view.ended.reason.value)
+    def _keep_claims(self, command: Asked, answer: Answer) -> None:
+        """The room that a placement took: confirmed by its replica, or given back."""
+        match command, answer:
+            case AppendOpen(), OpenRefused():
+                self._fleet.release(command.entry.replica, command.reply_id)
+            case SendDispatch(), DispatchTaken():
+                self._fleet.confirm(command.replica, command.reply_id, answer.number)
+            case SendDispatch(), DispatchDeclined():
+                self._fleet.release(command.replica, command.reply_id)
             case _:
                 pass
-
-    def _note_open(self, command: AppendOpen, answer: Answer, lease: Lease) -> None:
-        entry, model = command.entry, lease.request.accepted.model
-        if isinstance(answer, OpenAppended):
-            again = entry.attempt > 1
-            self._count.opens.labels(model, str(entry.attempt)).inc()
-            if again and entry.returned < entry.attempt - 1:
-                self._count.failovers.labels(model).inc()
-            self._journal.note(
-                "resubmitted" if again else "opened",
-                command.reply_id,
-                attempt=entry.attempt,
-                replica=entry.replica,
-                first_index=entry.first_index,
-                returned=entry.returned,
-                seq=answer.seq,
-            )
-            self._spawn(self._say(self._names.safety_watch, SafetyWatch(reply_id=command.reply_id)))
-        elif isinstance(answer, OpenRefused):
-            self._fleet.release(entry.replica, command.reply_id)
-
-    def _note_dispatch(self, command: SendDispatch, answer: Answer) -> None:
-        outcome = type(answer).__name__
-        if isinstance(answer, DispatchTaken):
-            outcome = "taken"
-            self._fleet.confirm(command.replica, command.reply_id, answer.number)
-        elif isinstance(answer, DispatchDeclined):
-            outcome = answer.reason
-            self._fleet.release(command.replica, command.reply_id)
-        elif isinstance(answer, DispatchUnknown):
-            outcome = "unknown"
-        self._count.dispatches.labels(outcome).inc()
-        self._journal.note(
-            "dispatched",
-            command.reply_id,
-            attempt=command.dispatch.attempt,
-            replica=command.replica,
-            outcome=outcome,
-            delivered=command.dispatch.delivered,
-        )
 
     async def _say(self, subject: str, message: Message) -> None:
         with contextlib.suppress(BusError):
@@ -520,9 +445,6 @@ class RouterService:
                 await self._say(self._names.queue(view.tier, view.model), view)
             for replica in self._fleet.forget(now):
                 self._log.warning("replica_forgotten", replica=replica)
-            states = Counter(lease.state.value for lease in self._table.leases())
-            self._count.look(
-                self._room.counts(),
-                {state.value: states[state.value] for state in State if state is not State.GONE},
-                {model: len(self._fleet.alive(model, now)) for model in self._models},
+            self._notes.look(
+                self._room, self._table, {model: len(self._fleet.alive(model, now)) for model in self._models}
             )
