@@ -410,6 +410,7 @@ class Router(Process):
         commands = self.table.on(event, self.world.now)
         for command in commands:
             self.world.say("  {} -> {}", self.id, command)
+            self.scene.checks.commanded(self, command)
             _PERFORM[type(command)](self, command)
         wake = self.table.next_wake
         if wake < self._wake:

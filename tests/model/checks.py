@@ -3,6 +3,7 @@
 None of it knows leases, writers or merges; each check states a fact and raises RuleBrokenError with its own name.
 """
 
+from collections import deque
 from typing import TYPE_CHECKING
 
 from shared.limits import ATTEMPTS_MAX, IDLE_END_S, OPENS_MAX
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from tests.model.scene import Scene
 
 FRESH_S = 2.0  # a writer that appended this lately, and was heard of all the while, is at work
+COMMANDS_PER_S_MAX = 60  # of one router, for one reply
 MIX = 0xFFFFF
 
 
@@ -41,6 +43,7 @@ class Checks:
         self.end: End | None = None
         self.given_back: set[int] = set()  # attempts that their replicas refused or handed back
         self.stopped_by: set[EndReason] = set()  # what somebody asked for
+        self.commands: dict[str, deque[float]] = {}  # per router, when the last ones were given
         self.over: set[int] = set()  # attempts that their replicas said are over
 
     def fail(self, check: str, detail: str) -> None:
@@ -110,7 +113,14 @@ class Checks:
         if end.reason.natural and len(self.ids) != swarm.length:
             self.fail("a natural end is complete", f"{len(self.ids)} of {swarm.length} tokens")
 
-    # --- writers, cancellers, the lane
+    # --- routers, writers, cancellers, the lane
+
+    def commanded(self, router: "Router", command: object) -> None:
+        """A router that gets nowhere waits before it tries again."""
+        recent = self.commands.setdefault(router.name, deque(maxlen=COMMANDS_PER_S_MAX))
+        if len(recent) == COMMANDS_PER_S_MAX and self.world.now - recent[0] < 1.0:
+            self.fail("nobody tries again without a pause", f"{router.name}, last {brief(command)}")
+        recent.append(self.world.now)
 
     def runs(self, replica: "Replica", dispatch: Dispatch) -> None:
         """What a replica runs was opened for it."""

@@ -206,6 +206,13 @@ class _NeverLooks(Lease):
     _TABLE = _table(RUNNING={lease.AttemptEnded: _attempt_ended})
 
 
+class _Impatient(Lease):
+    """Whoever gets no answer asks again at once."""
+
+    def _pause(self, now: float, pause_s: float) -> list[lease.Command]:
+        return self._read(now)
+
+
 class _Forgetful(Lease):
     """A refusal at the open is not read again: the reply is dispatched all the same."""
 
@@ -253,6 +260,7 @@ TAKEN_AWAY: dict[str, Rules] = {
     "old deliveries are forgotten": Rules(table=_leases(_TidyOldDelivery)),
     "attempts are counted by opens": Rules(table=_leases(_CountDeliveries)),
     "a router looks after what it hears nothing of": Rules(table=_leases(_NeverLooks)),
+    "who gets no answer waits": Rules(table=_leases(_Impatient)),
     "attempts are bounded": Rules(table=_leases(_Endless)),
     "a draining router gives back": Rules(table=_leases(_DrainAcks)),
     "a refused open is read again": Rules(table=_leases(_Forgetful)),
