@@ -27,10 +27,12 @@ Connection: TypeAlias = asyncpg.Connection | asyncpg.pool.PoolConnectionProxy
 UNAVAILABLE_ERRORS: tuple[type[Exception], ...] = (
     OSError,  # refused, reset, no route; TimeoutError is one
     asyncpg.InterfaceError,  # the connection was closed under us (its DataError is our own fault: catch that before)
+    asyncpg.InternalClientError,  # it broke in the middle of a call, and the driver lost count
     asyncpg.PostgresConnectionError,  # class 08
     asyncpg.exceptions.OperatorInterventionError,  # class 57: shutting down, starting up
     asyncpg.exceptions.InsufficientResourcesError,  # class 53: connections, memory, disk
 )
+_CUT_OFF: tuple[type[BaseException], ...] = (asyncio.CancelledError, *UNAVAILABLE_ERRORS)
 
 _MIGRATION = re.compile(r"^\d{4}_[a-z0-9_]+\.sql$")
 _LOCK_KEY = 0x43484F52  # "CHOR": one migrator at a time in a database, whichever service
@@ -78,11 +80,11 @@ async def _close(pool: Pool) -> None:
 
 @asynccontextmanager
 async def borrow(pool: Pool) -> AsyncIterator[Connection]:
-    """One connection for the block. One whose call was cut off in flight is closed, never handed to another user."""
+    """One connection for the block. One whose call was cut off or broke in flight is closed, never handed on."""
     async with pool.acquire(timeout=STORE_ACQUIRE_S) as conn:
         try:
             yield conn
-        except (asyncio.CancelledError, TimeoutError):
+        except _CUT_OFF:
             conn.terminate()
             raise
 
