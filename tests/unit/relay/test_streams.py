@@ -21,7 +21,7 @@ from shared.messages import (
 )
 from shared.subjects import Names
 from shared.tiers import Tier
-from tests.unit.relay.test_merge import log_of
+from tests.unit.relay.test_merge import chunk, log_of
 
 NAMES = Names("local")
 REPLIES = [ids.reply_id("local", shard, 1_700_000_000_000, bytes(10)) for shard in range(3)]
@@ -211,3 +211,48 @@ def test_news_of_a_reply_that_was_left_is_ignored():
     """A follower that was cancelled may still hand something on; nobody hears it."""
     world = World()
     assert world.streams.news(REPLIES[0], [SequencedEntry(seq=1, entry=log_of(0)[0].entry)], 0.0) == []
+
+
+def test_opens_that_wait_count_against_the_bound_and_give_their_room_back():
+    """Six may be open or waiting; the seventh is refused, and after the six were refused there is room again."""
+    world = World()
+    for number in range(7):
+        world.open(number % 3)
+    assert world.answers == {"answer6": 1}
+    for reply in REPLIES:
+        world.perform(world.streams.absent(reply, 1_700_000_000.0))
+    assert len(world.answers) == 7
+    world.open(0)
+    assert world.followed == {REPLIES[0]}
+
+
+def test_a_stream_waits_in_line_once_however_much_there_is_to_say():
+    """News that come faster than they are written make larger frames, not a longer line."""
+    world = World()
+    opened(world)
+    for _ in range(3):
+        world.feed(0, 1)
+    assert len(world.streams.next_frames(0.0, 1)) == 1
+    assert not world.streams.has_frames
+
+
+def test_a_stream_that_left_while_it_was_in_line_gets_nothing():
+    """The client is gone between the news and the write."""
+    world = World()
+    opened(world)
+    world.open(0)
+    world.feed(0, 1)
+    world.credit(0, close=True)
+    frames = [one for one in world.streams.next_frames(0.0, 9) if isinstance(one, SayFrame)]
+    assert [frame.subject for frame in frames] == ["inbox1"]
+
+
+def test_a_client_far_behind_gets_several_frames():
+    """What does not fit one frame follows in the next, as far as credits go, without further news."""
+    world = World()
+    request = OpenStream(reply_id=REPLIES[0], stream_id="s0", inbox="inbox0", credits=8)
+    world.perform(world.streams.opened(request, "answer0", 0.0))
+    big = [SequencedEntry(seq=100 + i, entry=chunk(i, "x" * 200_000)) for i in range(3)]
+    world.perform(world.streams.news(REPLIES[0], [*log_of(0, ended=False), *big], 0.0))
+    world.write()
+    assert world.numbers["inbox0"] == 3
