@@ -74,6 +74,7 @@ class Engine:
             return None
         plan = self._scheduler.plan(self._clock())
         outputs, seconds, predicted_s = self._run(plan) if plan.chunks else ([], 0.0, 0.0)
+        sampled_s = self._clock()
         over = [answer for answer in said if isinstance(answer, Output)]
         self._steps += 1
         self._preemptions += len(plan.preempted)
@@ -90,6 +91,7 @@ class Engine:
             preempted=plan.preempted,
             stored=b"".join(changes.stored),
             evicted=b"".join(changes.evicted),
+            sampled_s=sampled_s,
         )
 
     def _obey(self, command: Command) -> NotTaken | Output | None:

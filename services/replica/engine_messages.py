@@ -142,6 +142,7 @@ class StepReport(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     preempted: tuple[str, ...] = ()  # they stay; they will be computed again
     stored: bytes = b""  # prefix block hashes, 16 bytes each
     evicted: bytes = b""
+    sampled_s: float = 0.0  # when the step was over, on the machine's monotonic clock
 
 
 class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -284,9 +284,9 @@ class ReplicaService:
             except EngineError as error:
                 await self._engine_lost(error)
                 raise
-            sampled_s = clock.wall_s()
+            epoch_s = clock.wall_s() - clock.now_s()
             for report in reports:
-                self._on_report(report, sampled_s)
+                self._on_report(report, epoch_s + report.sampled_s)
             if reports:
                 self._writers.pump()
 
