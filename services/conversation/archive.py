@@ -79,17 +79,12 @@ class Archive:
 
     async def store(self, replies: Sequence[EndedReply]) -> None:
         """Rows, then the word about it; raises StoreAwayError. Again is harmless."""
-        kept = [ended for ended in replies if ended.accepted.echo.store]
-        outcomes = await self._store.archive(kept)
-        gone = [ended for ended, outcome in zip(kept, outcomes, strict=True) if outcome is Archived.GONE]
-        unkept = [ended for ended in replies if not ended.accepted.echo.store]
-        await self._store.hasten_purges([ended.accepted.reply_id for ended in replies], clock.wall_s())
-        for ended, outcome in zip(kept, outcomes, strict=True):
+        outcomes = await self._store.archive(replies, clock.wall_s())
+        for ended, outcome in zip(replies, outcomes, strict=True):
             if outcome is Archived.STORED:
                 self._finished(ended)
-        for ended in (*gone, *unkept):  # no row says whether it was told before
-            if ended.accepted.reply_id not in self._told:
-                self._remember(ended.accepted.reply_id)
+            elif outcome is Archived.NO_ROW and ended.accepted.reply_id not in self._told:
+                self._remember(ended.accepted.reply_id)  # no row says whether it was told before
                 self._finished(ended)
 
     def _remember(self, reply_id: str) -> None:

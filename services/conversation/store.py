@@ -121,7 +121,7 @@ class Purge:
 class Archived(StrEnum):
     STORED = "stored"
     ALREADY = "already"  # a second delivery of the same end
-    GONE = "gone"  # its rows were deleted meanwhile
+    NO_ROW = "no_row"  # sent with store=false, or deleted meanwhile
 
 
 class Store:
@@ -260,10 +260,19 @@ class Store:
 
     # --- the end of a reply ----------------------------------------------------------------------------------
 
-    async def archive(self, replies: Sequence[EndedReply]) -> list[Archived]:
-        """Ended replies into their rows, all or none of them, each at most once."""
+    async def archive(self, replies: Sequence[EndedReply], now_s: float) -> list[Archived]:
+        """Ended replies into their rows, all or none of them, each at most once.
+
+        No router needs their logs any more, so a purge that waited for that is due now.
+        """
         async with self._connection(BATCH_S) as conn, conn.transaction():
-            return [await _archive(conn, ended) for ended in replies]
+            outcomes = [await _archive(conn, ended) for ended in replies]
+            await conn.execute(
+                "UPDATE purges SET due_at = least(due_at, to_timestamp($2)) WHERE reply_id = ANY($1)",
+                [ended.accepted.reply_id for ended in replies],
+                now_s,
+            )
+        return outcomes
 
     async def overdue(self, *, now_s: float, grace_s: float, most: int) -> list[Overdue]:
         """Replies not ended `grace_s` past their deadline."""
@@ -296,15 +305,6 @@ class Store:
                 reply_id,
             )
             await _note_purge(conn, Purge(reply_id, Cause.WITHDRAWN), now_s if status == State.ENDED else latest_s)
-
-    async def hasten_purges(self, reply_ids: Sequence[str], now_s: float) -> None:
-        """Their ends were archived: no router needs these logs any more, so a purge that waited for that is due."""
-        async with self._connection(BATCH_S) as conn:
-            await conn.execute(
-                "UPDATE purges SET due_at = least(due_at, to_timestamp($2)) WHERE reply_id = ANY($1)",
-                list(reply_ids),
-                now_s,
-            )
 
     async def purges(self, *, now_s: float, most: int) -> list[Purge]:
         """Purges that are due."""
@@ -482,6 +482,8 @@ async def _insert_reply(conn: Connection, new: NewReply) -> None:
 
 
 async def _archive(conn: Connection, ended: EndedReply) -> Archived:
+    if not ended.accepted.echo.store:
+        return Archived.NO_ROW
     stored = await conn.fetchval(
         "UPDATE replies SET status = 'ended', reason = $2, detail = $3, ended_at = to_timestamp($4),"
         " output = CASE WHEN withdrawn THEN '[]' ELSE $5::json END,"
@@ -504,7 +506,7 @@ async def _archive(conn: Connection, ended: EndedReply) -> Archived:
     if stored:
         return Archived.STORED
     known = await conn.fetchval("SELECT true FROM replies WHERE id = $1", ended.accepted.reply_id)
-    return Archived.ALREADY if known else Archived.GONE
+    return Archived.ALREADY if known else Archived.NO_ROW
 
 
 async def _note_purge(conn: Connection, purge: Purge, due_s: float) -> None:
