@@ -58,7 +58,8 @@ class LogMerge:
                 self.last_seq = item.seq
                 commands.append(Deliver(item))
         commands += self._drain()
-        return commands + (self._fetch() if self._ahead else [])
+        # A copy of the stream that lags may bring nothing: the next live entry or `quiet` asks again, not we at once.
+        return commands + (self._fetch() if self._ahead and commands else [])
 
     def fetch_failed(self) -> None:
         """No answer; the next live entry or `quiet` asks again."""
