@@ -24,13 +24,14 @@ from urllib.parse import urlsplit
 
 import nats.errors
 import structlog
-from nats.aio.client import Client, Server
+from nats.aio.client import Server
 from nats.aio.msg import Msg
 from nats.aio.subscription import Subscription as NatsSubscription
 
 from shared import clock
 from shared.bus import BusCounts, BusMessage, wire
 from shared.bus.inbox import Inbox
+from shared.bus.nats_client import LeanClient
 from shared.errors import BusClosedError, BusError, BusTimeoutError, NoRespondersError
 from shared.limits import (
     BUS_CLOSE_S,
@@ -106,7 +107,7 @@ class Link:
         self.counts = BusCounts()
         self.gone = False  # closed, by us or for good
         self.on_lost: set[Callable[[], None]] = set()
-        self._client = Client()
+        self._client = LeanClient()
         self._mailbox = Mailbox(f"{inbox_prefix}.{clock.random_token(8)}")
         self._subjects = itertools.count(1)
         self._inboxes: dict[NatsSubscription, Inbox] = {}
