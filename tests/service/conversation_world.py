@@ -56,9 +56,14 @@ CATALOG = Catalog(
         ModelCard(id="stub-mini", file="stub", context_tokens=128, output_tokens_max=32, role="mini"),
     )
 )
-_answer = decoder(Sent | Refused | ReplyView | Done | InputItems | KeyFound)  # type: ignore[arg-type,var-annotated]
+_answers = decoder(Sent | Refused | ReplyView | Done | InputItems | KeyFound)  # type: ignore[arg-type,var-annotated]
 _generate = decoder(GenerateRequest)
 STUB = StubTokenizer()
+
+
+def answer(data: bytes) -> Any:
+    """What conversation answered."""
+    return _answers.decode(data)
 
 
 async def until(condition: Callable[[], Awaitable[Any]], what: str, deadline_s: float = 15.0) -> Any:
@@ -106,8 +111,8 @@ class World:
         return ""
 
     async def ask(self, verb: str, message: Any, timeout_s: float = 10.0) -> Any:
-        answer = await self.bus.request(NAMES.conversation(verb), encode(message), timeout_s=timeout_s)
-        return _answer.decode(answer.data)
+        found = await self.bus.request(NAMES.conversation(verb), encode(message), timeout_s=timeout_s)
+        return answer(found.data)
 
     async def send(self, text: str = "hello", **changes: Any) -> Any:
         return await self.ask("send", a_message(text, **changes))
