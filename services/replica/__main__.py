@@ -15,7 +15,7 @@ from shared.telemetry import Metrics, configure_logging
 
 async def run() -> None:
     settings = from_environment(ReplicaSettings)
-    log = configure_logging("replica", settings.name)
+    log, metrics, app = configure_logging("replica", settings.name), Metrics(), web.Application()
 
     async def make(stack: AsyncExitStack) -> tuple[ReplicaService, HealthDoors]:
         bus = await connect(
@@ -26,14 +26,11 @@ async def run() -> None:
             inbox_prefix="_INBOX_replica",
         )
         stack.push_async_callback(bus.close)
-        metrics, engine, app = Metrics(), EngineHandle(), web.Application()
-        stack.push_async_callback(engine.stop)
-        service = ReplicaService(settings, bus, engine, metrics, log)
+        service = ReplicaService(settings, bus, EngineHandle(), metrics, log)
+        stack.push_async_callback(service.close)
         doors = HealthDoors(service, metrics)
         doors.add_to(app)
-        port = await listen(stack, app, settings.http_host, settings.http_port)
-        service.http = f"http://{settings.http_host}:{port}"
-        log.info("listening", host=settings.http_host, port=port)
+        service.http = f"http://{settings.http_host}:{await listen(stack, app, settings.http_host, settings.http_port)}"
         return service, doors
 
     await serve(make, log)

@@ -28,7 +28,7 @@ from services.replica.settings import ReplicaSettings
 from services.replica.writers import Writers
 from shared import clock
 from shared.bus import Bus, BusMessage, Subscription
-from shared.errors import BusError, EngineError
+from shared.errors import BusError, ConfigError, EngineError
 from shared.limits import DRAIN_S, ENGINE_STUCK_EXIT_S, FLUSH_S, HEARTBEAT_S, LEASE_EXTEND_S, SAFETY_VERDICT_S
 from shared.log_store import LogStore
 from shared.messages import (
@@ -95,6 +95,8 @@ class ReplicaService:
         """Bring the engine up, then listen. Raises ConfigError or EngineError when there is no engine."""
         if self._subscriptions:
             return
+        if not self._settings.stub and not self._settings.model_file:
+            raise ConfigError("a replica needs weights: set CHORUS_MODEL_FILE, or CHORUS_STUB=1 for scripted tokens")
         ready = await self._engine.start(self._settings.engine_config(), on_progress=self._on_progress)
         self._log.info("engine_ready", model=ready.model_name, version=ready.model_version, phases_s=ready.phases_s)
         self._table.capacity = Capacity(
@@ -149,6 +151,10 @@ class ReplicaService:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(max(0.1, give_up_s - clock.now_s())):
                 await self._outbox.emptied()
+
+    async def close(self) -> None:
+        """Leave no engine process behind."""
+        await self._engine.stop()
 
     def ready(self) -> str | None:
         if not self._subscriptions:

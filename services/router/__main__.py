@@ -14,8 +14,7 @@ from shared.telemetry import Metrics, configure_logging
 
 async def run() -> None:
     settings = from_environment(RouterSettings)
-    log = configure_logging("router", settings.name)
-    catalog = read_catalog(settings.catalog)
+    log, metrics, app = configure_logging("router", settings.name), Metrics(), web.Application()
 
     async def make(stack: AsyncExitStack) -> tuple[RouterService, HealthDoors]:
         bus = await connect(
@@ -26,8 +25,7 @@ async def run() -> None:
             inbox_prefix="_INBOX_router",
         )
         stack.push_async_callback(bus.close)
-        metrics, app = Metrics(), web.Application()
-        service = RouterService(settings, catalog, bus, metrics, log)
+        service = RouterService(settings, read_catalog(settings.catalog), bus, metrics, log)
         doors = HealthDoors(service, metrics)
         doors.add_to(app)
         port = await listen(stack, app, settings.http_host, settings.http_port)
