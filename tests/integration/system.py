@@ -64,7 +64,9 @@ class System:
         return self.ready["keys"][tier]
 
     def pid(self, name: str) -> int:
-        return next(service["pid"] for service in self.ready["services"] if service["name"] == name)
+        """The process of a service or an embedded server, as the supervisor notes it."""
+        processes = json.loads((self.data / "processes.json").read_text())
+        return next(one["pid"] for one in processes if one["name"] == name)
 
     def kill(self, name: str, sign: int = signal.SIGKILL) -> int:
         pid = self.pid(name)

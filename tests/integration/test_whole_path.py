@@ -6,9 +6,11 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import httpx2 as httpx
 import openai
 import pytest
 
@@ -20,6 +22,10 @@ TPS = 60
 FAST = "stub"
 
 
+class Connect(Protocol):
+    def __call__(self, gateway: int, tier: str = "paid") -> Wire: ...
+
+
 @pytest.fixture(scope="module")
 def chorus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
     with running(tmp_path_factory.mktemp("whole") / "data", "--stub", "--stub-tps", str(TPS)) as system:
@@ -27,8 +33,15 @@ def chorus(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
 
 
 @pytest.fixture
-def wires(chorus: System) -> list[Wire]:
-    return [Wire(url, chorus.key()) for url in chorus.gateways]
+def connect(chorus: System) -> Iterator[Connect]:
+    """Connections to a gateway by its index, closed at the end; may be called from threads."""
+    with ExitStack() as stack:
+        yield lambda gateway, tier="paid": stack.enter_context(Wire(chorus.gateways[gateway], chorus.key(tier)))
+
+
+@pytest.fixture
+def wires(connect: Connect) -> list[Wire]:
+    return [connect(0), connect(1)]
 
 
 def message(tokens: int, **more: Any) -> dict[str, Any]:
@@ -41,11 +54,25 @@ def start_background(wire: Wire, tokens: int, **more: Any) -> str:
     return answer.json()["id"]
 
 
+def of_replicas(chorus: System, sample: str) -> float:
+    """A gauge or counter summed over the replicas."""
+    names = [service["name"] for service in chorus.ready["services"] if service["name"].startswith("replica-")]
+    pages = [chorus.metrics(name) for name in names]
+    return sum(value for page in pages for name, value in page.items() if name.split("{")[0] == sample)
+
+
 def blocks_free(chorus: System) -> float:
-    names = [s["name"] for s in chorus.ready["services"] if s["name"].startswith("replica-")]
-    return sum(
-        value for name in names for key, value in chorus.metrics(name).items() if key.startswith("chorus_blocks_free")
-    )
+    return of_replicas(chorus, "chorus_replica_blocks_free")
+
+
+def generated(chorus: System) -> float:
+    return of_replicas(chorus, "chorus_replica_tokens_sampled_total")
+
+
+def idle_blocks(chorus: System) -> float:
+    """All blocks, once all are free."""
+    free = blocks_free(chorus)
+    return free if free == of_replicas(chorus, "chorus_replica_blocks") else 0
 
 
 def test_streamed_reply_has_the_events_in_order(wires: list[Wire]) -> None:
@@ -100,7 +127,7 @@ def test_a_cut_at_every_token_resumes_on_the_other_gateway(wires: list[Wire]) ->
         assert len(text) < len(whole.text) or index < 0
 
 
-def test_live_cuts_resume_on_the_other_gateway(wires: list[Wire]) -> None:
+def test_live_cuts_resume_on_the_other_gateway(wires: list[Wire], connect: Connect) -> None:
     """Connections cut while the reply is being written go on elsewhere, without a token lost or repeated."""
     reference = wires[0].stream(message(60))
 
@@ -120,7 +147,13 @@ def test_live_cuts_resume_on_the_other_gateway(wires: list[Wire]) -> None:
 
 def test_the_official_client_works_unchanged(chorus: System) -> None:
     """openai-python streams, retrieves, resumes in the background, cancels, and counts tokens in chat."""
-    client = openai.OpenAI(base_url=chorus.gateways[0] + "/v1", api_key=chorus.key(), max_retries=0)
+    with openai.OpenAI(base_url=chorus.gateways[0] + "/v1", api_key=chorus.key(), max_retries=0) as client:
+        check_responses(client)
+        check_background(client)
+        check_chat(client)
+
+
+def check_responses(client: openai.OpenAI) -> None:
     deltas = [
         event.delta
         for event in client.responses.create(model=FAST, input="hello", max_output_tokens=12, stream=True)
@@ -133,6 +166,8 @@ def test_the_official_client_works_unchanged(chorus: System) -> None:
     assert client.responses.retrieve(whole.id).output_text == whole.output_text
     assert {model.id for model in client.models.list()} >= {FAST, f"{FAST}-mini"}
 
+
+def check_background(client: openai.OpenAI) -> None:
     background = client.responses.create(model=FAST, input="hello", max_output_tokens=60, background=True, stream=True)
     seen = []
     for event in background:
@@ -150,6 +185,8 @@ def test_the_official_client_works_unchanged(chorus: System) -> None:
     cancelled = client.responses.cancel(running_one.id)
     assert cancelled.status == "cancelled"
 
+
+def check_chat(client: openai.OpenAI) -> None:
     chat = client.chat.completions.create(model=FAST, messages=[{"role": "user", "content": "hi"}], max_tokens=8)
     assert chat.usage is not None
     assert (chat.usage.completion_tokens, chat.choices[0].finish_reason) == (8, "length")
@@ -167,13 +204,12 @@ def test_the_official_client_works_unchanged(chorus: System) -> None:
     assert len({chunk.id for chunk in chunks}) == 1
 
 
-def test_fifty_sends_with_one_key_are_one_reply(chorus: System) -> None:
+def test_fifty_sends_with_one_key_are_one_reply(chorus: System, connect: Connect) -> None:
     """The same Idempotency-Key sent 50 times in parallel over both gateways makes one reply and 50 equal streams."""
     before = generated(chorus)
 
     def one(index: int) -> Heard:
-        wire = Wire(chorus.gateways[index % 2], chorus.key())
-        return wire.stream(message(30, seed=None), headers={"Idempotency-Key": "fifty"})
+        return connect(index % 2).stream(message(30, seed=None), headers={"Idempotency-Key": "fifty"})
 
     with ThreadPoolExecutor(50) as pool:
         heard = list(pool.map(one, range(50)))
@@ -182,18 +218,7 @@ def test_fifty_sends_with_one_key_are_one_reply(chorus: System) -> None:
     assert all(h.token_ids == heard[0].token_ids for h in heard)
     eventually(lambda: generated(chorus) >= before + 30, "the tokens are counted")
     assert generated(chorus) == before + 30
-    other = Wire(chorus.gateways[0], chorus.key())
-    assert other.post("/v1/responses", message(31), headers={"Idempotency-Key": "fifty"}).status_code == 422
-
-
-def generated(chorus: System) -> float:
-    names = [s["name"] for s in chorus.ready["services"] if s["name"].startswith("replica-")]
-    return sum(
-        value
-        for name in names
-        for key, value in chorus.metrics(name).items()
-        if key.startswith("chorus_tokens_sampled_total")
-    )
+    assert connect(0).post("/v1/responses", message(31), headers={"Idempotency-Key": "fifty"}).status_code == 422
 
 
 def test_stop_mid_reply_keeps_what_was_shown_and_the_next_turn_sees_it(chorus: System, wires: list[Wire]) -> None:
@@ -225,18 +250,10 @@ def test_stop_mid_reply_keeps_what_was_shown_and_the_next_turn_sees_it(chorus: S
     assert (again["status"], again["output"]) == (stored["status"], stored["output"])
 
 
-def idle_blocks(chorus: System) -> float:
-    names = [s["name"] for s in chorus.ready["services"] if s["name"].startswith("replica-")]
-    pages = [chorus.metrics(name) for name in names]
-    free = sum(value for page in pages for key, value in page.items() if key.startswith("chorus_blocks_free"))
-    total = sum(value for page in pages for key, value in page.items() if key.startswith("chorus_blocks_total"))
-    return free if free == total else 0
-
-
-def test_foreign_and_unknown_ids_give_the_same_404(chorus: System, wires: list[Wire]) -> None:
+def test_foreign_and_unknown_ids_give_the_same_404(wires: list[Wire], connect: Connect) -> None:
     """Another user's reply cannot be told from one that never was, on any verb."""
     reply_id = start_background(wires[0], 4)
-    foreign = Wire(chorus.gateways[0], chorus.key("free"))
+    foreign = connect(0, "free")
     unknown = "resp_local00" + "0" * 26
 
     def answers(target: str) -> list[tuple[int, Any]]:
@@ -276,7 +293,8 @@ def test_bad_input_is_refused_in_openai_shape(wires: list[Wire], body: dict[str,
 
 def test_a_key_is_needed(chorus: System) -> None:
     """Without a valid key nothing is told."""
-    assert Wire(chorus.gateways[0], "sk-chorus-nobody").get("/v1/models").status_code == 401
+    with Wire(chorus.gateways[0], "sk-chorus-nobody") as stranger:
+        assert stranger.get("/v1/models").status_code == 401
 
 
 def test_flagged_output_ends_as_content_filter(wires: list[Wire]) -> None:
@@ -287,9 +305,8 @@ def test_flagged_output_ends_as_content_filter(wires: list[Wire]) -> None:
 
 
 @pytest.mark.parametrize("victim", ["gateway-1", "relay-1", "conversation-1", "router-1"])
-def test_a_killed_service_does_not_cost_the_reply(chorus: System, victim: str) -> None:
+def test_a_killed_service_does_not_cost_the_reply(chorus: System, wires: list[Wire], victim: str) -> None:
     """Kill -9 of a service during a reply: the client resumes and ends with the undisturbed text."""
-    wires = [Wire(url, chorus.key()) for url in chorus.gateways]
     reference = wires[1].stream(message(150))
     heard = Heard()
     killed: list[int] = []
@@ -320,7 +337,7 @@ def follow_to_the_end(wires: list[Wire], body: dict[str, Any], heard: Heard) -> 
                     wire.resume(heard.reply_id, heard.last, heard)
                 else:
                     stream_into(wire, body, heard)
-            except (OSError, AssertionError, __import__("httpx2").HTTPError):
+            except (OSError, AssertionError, httpx.HTTPError):
                 time.sleep(0.1)
             started = bool(heard.reply_id)
             if heard.final is not None:

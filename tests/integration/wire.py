@@ -3,7 +3,7 @@
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
 import httpx2 as httpx
 
@@ -60,6 +60,12 @@ class Wire:
 
     def __init__(self, url: str, key: str) -> None:
         self.http = httpx.Client(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=TIMEOUT)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.http.close()
 
     def stream(self, body: dict[str, Any], headers: dict[str, str] | None = None, until: int | None = None) -> Heard:
         """Post a streamed response and read it; `until` cuts the connection after that event number."""
