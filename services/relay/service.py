@@ -56,7 +56,7 @@ class RelayService:
         self._said_all = asyncio.Event()
         self._start_task: Callable[..., asyncio.Task[None]] | None = None
         self._subscriptions: dict[str, Subscription] = {}
-        self._was_down = False
+        self._lost_seen = 0  # losses of the connection, and of what was said meanwhile
         self._draining = False
         self._count = _Counts(metrics)
 
@@ -190,17 +190,20 @@ class RelayService:
         """Twice a second: alive, presence, slow clients, and what a lost connection left behind."""
         alive = encode(RelayAlive(relay=self.relay))
         while True:
-            if not self._bus.connected:
-                self._was_down = True
-            else:
-                if self._was_down:  # frames may have been lost with it
-                    self._was_down = False
+            if self._bus.connected:
+                if self._frames_lost():
                     self._perform(self._streams.reopen_all())
                 if not self._draining:
                     await self._bus.publish(self._names.relay_alive, alive)
                 self._perform(self._streams.tick(clock.now_s()))
             self._count.levels(self._streams, self._fanout, self._store)
             await asyncio.sleep(RELAY_ALIVE_S)
+
+    def _frames_lost(self) -> bool:
+        """Whether something we said since the last look may not have arrived: a loss may be over before it is seen."""
+        seen, counts = self._lost_seen, self._bus.counts
+        self._lost_seen = counts.disconnects + counts.published_dropped
+        return self._lost_seen != seen
 
 
 class _Counts:

@@ -9,12 +9,14 @@ from contextlib import asynccontextmanager
 
 import aiohttp
 import asyncpg
+import msgspec
 
 from ops.files import free_port
 from ops.permissions import inbox_prefix
 from services.safety.rules import CANARY
 from shared import clock
 from shared.bus.nats import NatsBus, connect
+from shared.errors import BusTimeoutError, NoRespondersError
 from shared.log_store import LogStore
 from shared.messages import (
     Accepted,
@@ -23,6 +25,7 @@ from shared.messages import (
     Frame,
     Open,
     OpenStream,
+    Refused,
     RequestEcho,
     SafetyCheck,
     SafetyWatch,
@@ -243,3 +246,36 @@ async def test_bad_settings_end_the_process_with_a_sentence(fresh_nats):
             _, errors = await process.process.communicate()
         assert process.process.returncode == 2
         assert said in errors.decode()
+
+
+async def test_a_relay_lives_through_the_death_of_the_bus(fresh_nats):
+    """NATS is killed and comes back: the stream is closed as `draining`, and opened again it holds the whole log."""
+    async with bus_of(fresh_nats, "ops") as ops, bus_of(fresh_nats, "gateway") as gateway:
+        await ops.apply(*topology(NAMES, []))
+        store = LogStore(ops, NAMES)
+        reply, seq = await begin(store)
+        async with running(Process("relay", fresh_nats)) as relay:
+            inbox = await gateway.subscribe(NAMES.frames("g1", "*"))
+
+            async def open_again(stream_id: str) -> bool:
+                request = OpenStream(reply_id=reply, stream_id=stream_id, inbox=NAMES.frames("g1", stream_id))
+                try:
+                    answer = await gateway.request(NAMES.relay_open, encode(request), timeout_s=2.0)
+                except (BusTimeoutError, NoRespondersError):
+                    return False
+                return isinstance(msgspec.msgpack.decode(answer.data, type=StreamOpened | Refused), StreamOpened)
+
+            assert await open_again("s1")
+            await fresh_nats.kill()
+            await fresh_nats.start()
+            await eventually(relay.ready, "the relay is connected again")
+            await store.append(reply, seq, chunk(0, "after"))
+            await eventually(lambda: open_again("s2"), "a stream opens")
+            texts, closings = [], set()
+            while texts != ["after"] or "draining" not in closings:
+                message = await inbox.next(PATIENCE_S)
+                assert message is not None, (texts, closings)
+                frame = decoder(Frame).decode(message.data)
+                closings.add(frame.closing)
+                if frame.stream_id == "s2":
+                    texts += [item.entry.text for item in frame.entries if isinstance(item.entry, Chunk)]
