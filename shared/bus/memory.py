@@ -81,6 +81,7 @@ class _Consumer:
     spec: ConsumerSpec
     next_seq: int = 1
     pending: dict[int, _Pending] = field(default_factory=dict)
+    back: list[int] = field(default_factory=list)  # of the pending: to be delivered again, in this order
     delivered_total: int = 0
 
 
@@ -316,8 +317,10 @@ class MemoryServer:
         now_s = self.now()
         for seq in [seq for seq in consumer.pending if seq not in stream.entries]:
             del consumer.pending[seq]  # aged or purged away
-        back = sorted((held.due_s, seq) for seq, held in consumer.pending.items() if held.due_s <= now_s)
-        handed = [self._hand(stream, consumer, seq, now_s) for _, seq in back[:most]]
+        due = [seq for seq, held in consumer.pending.items() if held.due_s <= now_s and seq not in consumer.back]
+        consumer.back = [seq for seq in consumer.back if seq in consumer.pending] + sorted(due)
+        returning, consumer.back = consumer.back[:most], consumer.back[most:]
+        handed = [self._hand(stream, consumer, seq, now_s) for seq in returning]
         while len(handed) < most and consumer.next_seq <= stream.last_seq:
             seq = consumer.next_seq
             consumer.next_seq += 1
@@ -352,7 +355,10 @@ class MemoryServer:
             held.due_s = self.now() + consumer.spec.ack_wait_s
         elif data.startswith(wire.NAK):
             body = data.removeprefix(wire.NAK).strip()
-            held.due_s = self.now() + (json.loads(body)["delay"] / wire.NANOSECONDS if body else 0.0)
+            delay_s = json.loads(body)["delay"] / wire.NANOSECONDS if body else 0.0
+            held.due_s = self.now() + delay_s
+            if delay_s <= 0 and int(seq_text) not in consumer.back:
+                consumer.back.append(int(seq_text))
         self.wake()
 
 

@@ -405,6 +405,17 @@ async def test_lost_live_messages_are_fetched(log, share):
     assert await asyncio.wait_for(following, 10) == await store.read_entries(log.reply)
 
 
+async def test_a_follower_waits_for_a_bus_that_does_not_answer(log):
+    """A follower whose catch-up gets no answer asks again, and still has the whole log in order."""
+    store, writer = await log.opened()
+    await log.write(store, writer, 3)
+    writer.finish(DONE)
+    await store.append_writer(log.reply, writer)
+    flaky = await log.store(lambda bus: LostAnswers(bus, "ra"))
+    assert await asyncio.wait_for(collect(flaky.follow(log.reply)), 6) == await store.read_entries(log.reply)
+    assert flaky.counts.fetches == 3
+
+
 async def test_a_follower_that_stalls_catches_up(log):
     """A follower that takes nothing while its inbox overflows still gets each entry once, in order."""
     store, writer = await log.opened()
