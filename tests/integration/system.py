@@ -64,9 +64,9 @@ class System:
         return self.ready["keys"][tier]
 
     def pid(self, name: str) -> int:
-        """The process of a service or an embedded server, as the supervisor notes it."""
+        """The process of a service or an embedded server, as the supervisor notes it; 0 while there is none."""
         processes = json.loads((self.data / "processes.json").read_text())
-        return next(one["pid"] for one in processes if one["name"] == name)
+        return next((one["pid"] for one in processes if one["name"] == name), 0)
 
     def kill(self, name: str, sign: int = signal.SIGKILL) -> int:
         pid = self.pid(name)

@@ -73,11 +73,11 @@ class Wire:
         with self.http.stream("POST", "/v1/responses", json=body, headers=headers or {}) as response:
             return self._read(response, until)
 
-    def resume(self, reply_id: str, after: int | None, into: Heard | None = None) -> Heard:
+    def resume(self, reply_id: str, after: int | None, into: Heard | None = None, *, until: int | None = None) -> Heard:
         headers = {} if after is None else {"Last-Event-ID": str(after)}
         path = f"/v1/responses/{reply_id}?stream=true&include[]=chorus.token_ids"
         with self.http.stream("GET", path, headers=headers) as response:
-            return self._read(response, None, into)
+            return self._read(response, until, into)
 
     @staticmethod
     def _read(response: httpx.Response, until: int | None, into: Heard | None = None) -> Heard:
