@@ -81,7 +81,6 @@ def plan(
             "nats_password": password,
             "http_port": str(http_port),
             "catalog": machine.catalog_file,
-            "catalog_file": machine.catalog_file,
             "data_dir": machine.data,
             **own,
         }

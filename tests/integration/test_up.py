@@ -15,6 +15,7 @@ import httpx2 as httpx
 import pytest
 
 from tests.integration.process_table import alive, group_members
+from tests.integration.servers import RunningNats
 from tests.integration.system import ROOT, System, eventually, free_port_pair, running
 
 START_S = 90.0
@@ -213,6 +214,21 @@ def test_a_reply_s_log_is_printed(system: System):
     assert kinds[-1] == "end"
     assert set(kinds[2:-1]) == {"chunk"}
     assert "it never was" in command(system, "log", reply[:-1] + ("0" if reply[-1] != "0" else "1")).stderr
+
+
+def test_servers_in_the_environment_take_the_place_of_ours(
+    tmp_path: Path, fresh_nats: RunningNats, postgres_url: str, valkey_url: str
+):
+    """With three URLs in the environment no server is started, and ready.json names those."""
+    own = {
+        "CHORUS_NATS_URL": fresh_nats.url_of("ops"),
+        "CHORUS_POSTGRES_URL": postgres_url,
+        "CHORUS_REDIS_URL": valkey_url,
+    }
+    with running(tmp_path, "--stub", environment=own) as started:
+        ready = started.ready
+        assert (ready["nats"], ready["postgres"], ready["redis"]) == tuple(own.values())
+        assert {entry["pid"] for entry in ready["services"]} == set(remembered(tmp_path))
 
 
 def test_a_kill_a_second_start_and_a_clean_stop(tmp_path: Path):
