@@ -4,6 +4,7 @@ from pathlib import Path
 
 from services.conversation.archive import Archive
 from services.conversation.contexts import Contexts
+from services.conversation.conversations import Conversations
 from services.conversation.figures import Figures
 from services.conversation.guards import Guards
 from services.conversation.input_check import InputCheck
@@ -51,6 +52,7 @@ def compose(
         store=store,
         logs=logs,
         contexts=Contexts(store, logs),
+        conversations=Conversations(name=name, names=names, store=store, logs=logs, bus=bus, journal=journal),
         check=InputCheck(bus, names, journal, figures, fail_open=settings.safety_fail_open),
         queueing=queueing,
         shards=shards,

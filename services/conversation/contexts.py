@@ -29,6 +29,7 @@ SETTLE_POLL_S = 0.05
 class MessageContext:
     """A prompt, and the message's own items as they will be stored."""
 
+    parent_id: str | None
     ids: list[int]
     items: Sequence[EncodedItem]
     budget: int  # most output tokens
@@ -39,13 +40,13 @@ class Contexts:
     def __init__(self, store: Store, logs: LogStore) -> None:
         self._store, self._logs = store, logs
 
-    async def of(self, message: SendMessage, model: PromptModel) -> MessageContext:
-        """Raises RefusedError: NOT_FOUND, PROMPT_TOO_LONG, BAD_REQUEST."""
+    async def of(self, message: SendMessage, model: PromptModel, parent_id: str | None) -> MessageContext:
+        """`parent_id` is the last turn of its history. Raises RefusedError: NOT_FOUND, PROMPT_TOO_LONG, BAD_REQUEST."""
         card, echo = model.card, message.echo
         room = budget(card.context_tokens, card.output_tokens_max, echo.max_output_tokens)
         items = await encode_items(message.items, model)
         instructions = [] if echo.instructions is None else [Piece("system", await model.encode(echo.instructions))]
-        turns = await self._turns(message, room.prompt_max)
+        turns = await self._turns(message, parent_id, room.prompt_max)
         history = [await turn_pieces(turn, model) for turn in turns]
         try:
             context = assemble(
@@ -66,10 +67,9 @@ class Contexts:
                     param="input",
                 )
             ) from None
-        return MessageContext(context.ids, items, room.output(len(context.ids)), context.turns_dropped)
+        return MessageContext(parent_id, context.ids, items, room.output(len(context.ids)), context.turns_dropped)
 
-    async def _turns(self, message: SendMessage, tokens_max: int) -> list[Turn]:
-        last_id = message.echo.previous_response_id
+    async def _turns(self, message: SendMessage, last_id: str | None, tokens_max: int) -> list[Turn]:
         if last_id is None:
             return []
         turns = await self._store.history(message.principal, last_id, tokens_max)

@@ -14,12 +14,13 @@ import msgspec
 
 from services.conversation.archive import Archive
 from services.conversation.contexts import Contexts, MessageContext
+from services.conversation.conversations import Conversations
 from services.conversation.figures import Figures
 from services.conversation.input_check import InputCheck
 from services.conversation.prompts import PromptModel
 from services.conversation.queueing import Queueing
 from services.conversation.shards import Shards
-from services.conversation.store import Claim, IdempotencyKey, NewReply, Store, StoreAwayError
+from services.conversation.store import Claim, IdempotencyKey, MovedOnError, NewReply, Store, StoreAwayError
 from shared import clock
 from shared.blocks import block_hashes
 from shared.errors import BusError, LogGoneError, RefusedError, TokenLogError
@@ -53,6 +54,7 @@ class Sender:
         store: Store,
         logs: LogStore,
         contexts: Contexts,
+        conversations: Conversations,
         check: InputCheck,
         queueing: Queueing,
         shards: Shards,
@@ -64,7 +66,7 @@ class Sender:
     ) -> None:
         self._name, self._names, self._models = name, names, models
         self._store, self._logs, self._contexts, self._check = store, logs, contexts, check
-        self._queueing, self._shards, self._archive = queueing, shards, archive
+        self._conversations, self._queueing, self._shards, self._archive = conversations, queueing, shards, archive
         self._journal, self._figures, self._log = journal, figures, log
         self._isolate = isolate_tenants
 
@@ -128,7 +130,7 @@ class Sender:
                     param="model",
                 )
             )
-        _, context = await _together(self._check.ask(message), self._contexts.of(message, model))
+        context = await self._checked_context(message, model)
         self._figures.turns_dropped.inc(context.turns_dropped)
         lane = lane_for(message.principal.tier, message.echo.service_tier)
         subject = self._names.lane_subject(
@@ -137,11 +139,23 @@ class Sender:
         known = reply_id is not None
         request = self._request(message, model, context, lane, reply_id or self._shards.new_reply_id())
         if not known:
-            claim = await self._begin(message, model, context, subject, request)
+            try:
+                claim = await self._begin(message, model, context, subject, request)
+            except MovedOnError:
+                return await self._start(message)
             if claim is not None:
                 return await self._attach(message, claim) or await self._start(message)
         await self._queue(subject, request)
         return Sent(reply_id=request.reply_id)
+
+    async def _checked_context(self, message: SendMessage, model: PromptModel) -> MessageContext:
+        """Check and context side by side; but only a message that passed supersedes the reply before it."""
+        if message.echo.conversation_id is None:
+            parent_id = message.echo.previous_response_id
+            check, context = self._check.ask(message), self._contexts.of(message, model, parent_id)
+            return (await _together(check, context))[1]
+        await self._check.ask(message)
+        return await self._contexts.of(message, model, await self._conversations.parent(message))
 
     def _request(
         self, message: SendMessage, model: PromptModel, context: MessageContext, lane: Tier, reply_id: str
@@ -189,6 +203,7 @@ class Sender:
         if message.echo.store:
             new = NewReply(
                 accepted=request.accepted,
+                parent_id=context.parent_id,
                 sampling=request.sampling,
                 tokenizer=model.tokenizer_name,
                 items=context.items,

@@ -57,10 +57,23 @@ class Claim:
 
 
 @dataclass(frozen=True)
+class Line:
+    """A conversation object: its newest reply, if it has one."""
+
+    head_id: str | None
+    head_ended: bool
+
+
+class MovedOnError(ChorusError):
+    """Another message of the same conversation was faster: the context must be read again."""
+
+
+@dataclass(frozen=True)
 class NewReply:
-    """Everything of a stored reply at its start."""
+    """Everything of a stored reply at its start. `parent_id` is the turn before it."""
 
     accepted: Accepted
+    parent_id: str | None
     sampling: Sampling
     tokenizer: str
     items: Sequence[EncodedItem]
@@ -153,13 +166,29 @@ class Store:
             return await _claim_of(conn, principal.org, principal.user, key)
 
     async def begin(self, new: NewReply, idempotency: IdempotencyKey | None) -> Claim | None:
-        """All rows of a reply, or none: returns the claim that was there first, when another send holds the key."""
+        """All rows of a reply, or none: returns the claim that was there first, when another send holds the key.
+
+        Raises MovedOnError when its conversation has a newer reply than `new.parent_id`.
+        """
         accepted = new.accepted
         async with self._connection() as conn, conn.transaction():
             if idempotency is not None and not await _claim(conn, accepted, idempotency):
                 return await _claim_of(conn, accepted.org, accepted.user, idempotency.key)
             await _insert_reply(conn, new)
+            if accepted.echo.conversation_id is not None:
+                await _move_head(conn, new, accepted.echo.conversation_id)
         return None
+
+    async def conversation(self, principal: Principal, conversation_id: str) -> Line | None:
+        async with self._connection() as conn:
+            row = await conn.fetchrow(
+                "SELECT c.head_id, r.status FROM conversations c LEFT JOIN replies r ON r.id = c.head_id"
+                " WHERE c.id = $1 AND c.org = $2 AND c.usr = $3",
+                conversation_id,
+                principal.org,
+                principal.user,
+            )
+        return None if row is None else Line(row["head_id"], head_ended=row["status"] == State.ENDED)
 
     async def claim(self, accepted: Accepted, idempotency: IdempotencyKey) -> Claim | None:
         """The key alone, for a reply that leaves no rows; returns the claim that was there first."""
@@ -291,11 +320,19 @@ class Store:
         """Rows go now; the log and its ENDED record when the end has been archived, at `latest_s` in any case."""
         async with self._connection() as conn, conn.transaction():
             owner = reply_id, principal.org, principal.user
-            status = await conn.fetchval(
-                "DELETE FROM replies WHERE id = $1 AND org = $2 AND usr = $3 RETURNING status", *owner
+            gone = await conn.fetchrow(
+                "DELETE FROM replies WHERE id = $1 AND org = $2 AND usr = $3 RETURNING status, parent_id", *owner
             )
+            if gone is not None:  # what followed it follows what was before it
+                await conn.execute(
+                    "UPDATE replies SET parent_id = $2 WHERE parent_id = $1", reply_id, gone["parent_id"]
+                )
+                await conn.execute(
+                    "UPDATE conversations SET head_id = $2 WHERE head_id = $1", reply_id, gone["parent_id"]
+                )
+            archived = gone is not None and gone["status"] == State.ENDED
             await conn.execute("DELETE FROM idempotency WHERE reply_id = $1 AND org = $2 AND usr = $3", *owner)
-            await _note_purge(conn, Purge(reply_id, Cause.DELETED), now_s if status == State.ENDED else latest_s)
+            await _note_purge(conn, Purge(reply_id, Cause.DELETED), now_s if archived else latest_s)
 
     async def withdraw(self, reply_id: str, *, now_s: float, latest_s: float) -> None:
         """A flag came late: the stored text goes, the reply stays; the log and its ENDED record go as in `delete`."""
@@ -430,6 +467,17 @@ async def _claim_of(conn: Connection, org: str, user: str, key: str) -> Claim | 
     return None if row is None else Claim(row["reply_id"], row["body_hash"], row["queued"])
 
 
+async def _move_head(conn: Connection, new: NewReply, conversation_id: str) -> None:
+    moved = await conn.fetchval(
+        "UPDATE conversations SET head_id = $2 WHERE id = $1 AND head_id IS NOT DISTINCT FROM $3 RETURNING true",
+        conversation_id,
+        new.accepted.reply_id,
+        new.parent_id,
+    )
+    if not moved:
+        raise MovedOnError(conversation_id)
+
+
 async def _insert_reply(conn: Connection, new: NewReply) -> None:
     accepted, echo = new.accepted, new.accepted.echo
     await conn.execute(
@@ -440,7 +488,7 @@ async def _insert_reply(conn: Connection, new: NewReply) -> None:
         accepted.org,
         accepted.user,
         echo.conversation_id,
-        echo.previous_response_id,
+        new.parent_id,
         accepted.model,
         new.tokenizer,
         accepted.tier.value,

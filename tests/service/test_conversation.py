@@ -110,6 +110,20 @@ async def test_past_the_budget_the_oldest_turns_go(world: World) -> None:
     assert "0" * 60 not in text
 
 
+async def test_a_developers_word_outlives_its_turn(world: World) -> None:
+    """A developer item of a turn that is too old to be read whole is still in the context."""
+    items = (InputItem(role="developer", text="rule-one"), InputItem(role="user", text="first" * 60))
+    last = (await world.send(items=items)).reply_id
+    await world.write(last, ["ok"])
+    for number in range(4):
+        await world.archived(last)
+        last = (await world.send(f"{number}" * 300, previous_response_id=last)).reply_id
+        await world.write(last, ["ok"])
+    prompt = STUB.decode(unpack_ids((await world.queued(last)).prompt))
+    assert prompt.startswith("system\nrule-one\nuser\n3333")
+    assert "first" not in prompt
+
+
 async def test_a_message_longer_than_the_model_takes_is_refused_with_the_figures(world: World) -> None:
     """An over-long message is a 400 with the exact count and the exact limit."""
     refused = await world.send("x" * 600, max_output_tokens=100)
@@ -153,6 +167,81 @@ async def test_a_reply_cut_by_a_stop_string_is_continued_by_its_text(world: Worl
     await world.rows("UPDATE replies SET token_ids = token_ids || $1 WHERE id = $2", b"\x41\0\0\0", first)
     second = await world.send("two", previous_response_id=first)
     assert "assistant\nshown\nuser" in STUB.decode(unpack_ids((await world.queued(second.reply_id)).prompt))
+
+
+async def test_what_follows_a_deleted_turn_keeps_the_turns_before_it(world: World) -> None:
+    """A deleted turn is out of later contexts; the turns before it stay in."""
+    first = (await world.send("one")).reply_id
+    await world.write(first, ["alpha"])
+    second = (await world.send("two", previous_response_id=first)).reply_id
+    await world.write(second, ["beta"])
+    third = (await world.send("three", previous_response_id=second)).reply_id
+    await world.write(third, ["gamma"])
+    await world.archived(third)
+    await world.ask("delete", ref(second))
+    fourth = (await world.send("four", previous_response_id=third)).reply_id
+    prompt = STUB.decode(unpack_ids((await world.queued(fourth)).prompt))
+    assert "two" not in prompt
+    assert "beta" not in prompt
+    assert prompt.startswith("user\none\nassistant\nalpha\nuser\nthree\nassistant\ngamma\nuser\nfour")
+
+
+# --- conversation objects -------------------------------------------------------------------------------------
+
+
+async def _conversation(world: World) -> str:
+    conversation = clock.new_conversation_id()
+    await world.rows("INSERT INTO conversations (id, org, usr) VALUES ($1, $2, $3)", conversation, ANN.org, ANN.user)
+    return conversation
+
+
+async def test_a_newer_message_supersedes_the_reply_in_flight(world: World) -> None:
+    """In a conversation the running reply ends as superseded, and its text so far is the turn before the new one."""
+    conversation = await _conversation(world)
+    first = (await world.send("one", conversation_id=conversation)).reply_id
+    await world.write(first, ["partial"], reason=None)
+    second = (await world.send("two", conversation_id=conversation)).reply_id
+    assert (await world.logs.read(first)).ended.reason is EndReason.SUPERSEDED
+    prompt = STUB.decode(unpack_ids((await world.queued(second)).prompt))
+    assert "user\none\nassistant\npartial\nuser\ntwo" in prompt
+
+
+async def test_a_reply_whose_log_is_not_there_yet_is_superseded_too(world: World) -> None:
+    """A newer message that comes between the rows and the log of the one before waits for the log, and ends it."""
+    conversation = await _conversation(world)
+    first = (await world.send("one", conversation_id=conversation)).reply_id
+    accepted = (await world.logs.read(first)).accepted
+    await world.logs.purge(first)
+    second = asyncio.create_task(world.send("two", conversation_id=conversation))
+    await until(lambda: _is(world.metrics.registry.get_sample_value("chorus_conversation_in_progress")), "it waits")
+    await world.logs.append(first, 0, encode(accepted))
+    assert (await second).reply_id
+    assert (await world.logs.read(first)).ended.reason is EndReason.SUPERSEDED
+
+
+async def test_parallel_messages_of_a_conversation_stand_in_one_line(world: World) -> None:
+    """However many come at once, each follows another, and only the last is still in flight."""
+    await world.service("conversation-2")
+    conversation = await _conversation(world)
+    sent = await asyncio.gather(*(world.send(f"m{number}", conversation_id=conversation) for number in range(8)))
+    ids = [answer.reply_id for answer in sent]
+    rows = await world.rows("SELECT id, parent_id FROM replies")
+    assert sorted(row["id"] for row in rows) == sorted(ids)
+    assert len({row["parent_id"] for row in rows}) == len(ids)
+    (line,) = await world.rows("SELECT head_id FROM conversations")
+    open_logs = [reply for reply in ids if (await world.logs.read(reply)).ended is None]
+    assert open_logs == [line["head_id"]]
+
+
+async def test_a_conversation_is_its_owners(world: World) -> None:
+    """A foreign and an unknown conversation are the same NOT_FOUND; an unstored reply cannot join one."""
+    conversation = await _conversation(world)
+    foreign = await world.send("one", who=BOB, conversation_id=conversation)
+    unknown = await world.send("one", conversation_id="conv_x")
+    assert foreign.refusal.message.replace(conversation, "ID") == unknown.refusal.message.replace("conv_x", "ID")
+    assert foreign.refusal.kind is unknown.refusal.kind is RefusalKind.NOT_FOUND
+    unstored = await world.send("one", conversation_id=conversation, store=False)
+    assert unstored.refusal.param == "store"
 
 
 # --- whose it is ----------------------------------------------------------------------------------------------
