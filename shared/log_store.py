@@ -74,17 +74,16 @@ class LogStore:
     async def append_writer(self, reply_id: str, writer: LogWriter, deadline_s: float = LOG_END_S) -> WriterState:
         """Bring the writer's next append (or the one in flight) to a known outcome; returns the writer's state.
 
-        The same bytes go again after a timeout. Past `deadline_s` seconds raises BusTimeoutError or
-        StreamFullError with the append still in flight: calling again goes on with it.
+        The same bytes go again after a timeout. When one fails later than `deadline_s` from now, its
+        BusTimeoutError or StreamFullError is raised with the append still in flight: calling again goes on with it.
         """
         sent = writer.in_flight or writer.next_append()
         if sent is None:
             return writer.state
         give_up_s = clock.now_s() + deadline_s
         while True:
-            left_s = max(0.001, min(APPEND_TIMEOUT_S, give_up_s - clock.now_s()))
             try:
-                seq = await self.append(reply_id, sent.expected_seq, sent.data, left_s)
+                seq = await self.append(reply_id, sent.expected_seq, sent.data)
             except WrongLastSequenceError:
                 return writer.refused(await self._standing(reply_id, give_up_s))
             except BusTimeoutError:
@@ -111,6 +110,7 @@ class LogStore:
     async def end(self, reply_id: str, end: End, deadline_s: float = LOG_END_S) -> LogView:
         """End the log: read and append again until an `end` stands, ours or another's; returns the ended log.
 
+        It takes two round trips between two appends of the writer, which the chunk interval gives it.
         Raises BusTimeoutError past the deadline, LogGoneError, TokenLogError when nothing was accepted.
         """
         give_up_s = clock.now_s() + deadline_s
