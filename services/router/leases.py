@@ -268,7 +268,7 @@ class Lease:
             return False
         if self._lagging_s is None:
             self._lagging_s = now
-        if now - self._lagging_s < UNANSWERED_S:
+        if now < self._lagging_s + UNANSWERED_S:
             return True
         self._lagging_s, self._known_seq = None, view.last_seq
         return False
@@ -295,12 +295,12 @@ class Lease:
 
     def _gave_up(self, opened: Open, now: float) -> bool:
         """The verdict on the last attempt: no progress, and a reason to think that none will come."""
-        still_s = now - self._still[1]
+        still_since = self._still[1]
         if self._suspect(opened.replica, now):
-            return still_s >= PROGRESS_CHECK_S
+            return now >= still_since + PROGRESS_CHECK_S
         if self._question[1] >= QUESTIONS_MAX and self._question[0] == self.view.last_seq:
-            return still_s >= UNANSWERED_S
-        return self._unanswered_s is not None and now - self._unanswered_s >= UNANSWERED_S
+            return now >= still_since + UNANSWERED_S
+        return self._unanswered_s is not None and now >= self._unanswered_s + UNANSWERED_S
 
     def _attempt_over(self, now: float) -> list[Command]:
         if attempts_left(self.view, given_back=self._returned == self.view.attempts) <= 0:

@@ -72,6 +72,15 @@ def test_a_fetch_that_brings_nothing_is_not_repeated_at_once():
     assert delivered(merge.fetched(log_of(5))) == [5, 9]
 
 
+def test_what_came_in_the_wrong_order_past_a_hole_needs_no_second_fetch():
+    """Once the hole is filled, all that waited behind it is delivered, whatever order it came in."""
+    merge = LogMerge()
+    merge.start()
+    merge.live(12, 9, entry(12))
+    merge.live(9, 5, entry(9))
+    assert merge.fetched(log_of(5)) == [Deliver(item) for item in log_of(5, 9, 12)]
+
+
 def test_after_a_failed_fetch_the_next_sign_asks_again():
     """No answer leaves the reader able to ask: by the next live entry, and by the quiet timer."""
     merge = LogMerge()
