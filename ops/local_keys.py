@@ -7,19 +7,24 @@ import msgspec
 
 from ops.files import write_private
 from services.conversation.key_store import create_key, digest_of, find_key
+from shared.errors import ConfigError
 from shared.tiers import Tier
 
 ORG = "local"
+CONNECT_S = 10.0
 
 
 async def local_keys(postgres_url: str, path: Path) -> dict[str, str]:
     """Tier -> key; those in `path` that the database still knows, and new ones for the others."""
     kept = _kept(path)
-    connection = await asyncpg.connect(postgres_url)
     try:
-        keys = {tier.value: await _good_or_new(connection, tier, kept.get(tier.value)) for tier in Tier}
-    finally:
-        await connection.close()
+        connection = await asyncpg.connect(postgres_url, timeout=CONNECT_S)
+        try:
+            keys = {tier.value: await _good_or_new(connection, tier, kept.get(tier.value)) for tier in Tier}
+        finally:
+            await connection.close()
+    except (OSError, asyncpg.PostgresError) as error:
+        raise ConfigError(f"the local keys could not be made ({error}): start again") from error
     if keys != kept:
         write_private(path, msgspec.json.format(msgspec.json.encode(keys)))
     return keys

@@ -40,6 +40,7 @@ class Child:
 
     def __init__(self, command: Command) -> None:
         self.command = command
+        self._group_ended = False
         self._log_start = _rotate(command.log)
         with command.log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -65,7 +66,7 @@ class Child:
 
     async def exited(self) -> int:
         """Wait for its end; returns the exit status."""
-        with contextlib.suppress(OSError):  # no pidfd on this system, or already reaped: poll below
+        if self.status is None and hasattr(os, "pidfd_open"):  # Linux
             await _readable(os.pidfd_open(self.pid))
         while (status := self.status) is None:  # noqa: ASYNC110 - nothing else tells
             await asyncio.sleep(_POLL_S)
@@ -76,7 +77,10 @@ class Child:
             self._process.send_signal(number)
 
     def kill_group(self) -> None:
-        """End it and whatever it started, now."""
+        """End it and whatever it started, now. Once it has ended this works once: its number may be another's later."""
+        if self._group_ended:
+            return
+        self._group_ended = self.status is not None
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.pid, signal.SIGKILL)
 

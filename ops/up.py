@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -105,6 +106,7 @@ class Region:
         except* ConfigError as group_failed:
             failed.extend(group_failed.exceptions)
         finally:
+            stop.set()  # from here on a signal means now
             remove_ready(self._data)
             was_ready, self._keys = self._keys is not None, None
             if self._supervisor is not None:
@@ -143,10 +145,17 @@ class Region:
     # --- what others read --------------------------------------------------------------------------------
 
     def say(self, text: str) -> None:
-        print(f"{time.monotonic() - self._started:6.1f} s  {text}", flush=True)
+        with suppress(BrokenPipeError):  # whoever read us has gone; the services go on
+            print(f"{time.monotonic() - self._started:6.1f} s  {text}", flush=True)
 
     def _changed(self) -> None:
-        """A process was started or ended."""
+        """A process was started or ended. A full disk must not end what runs."""
+        try:
+            self._write_down()
+        except OSError as error:
+            self.say(f"what runs could not be written down in {self._data}: {error}")
+
+    def _write_down(self) -> None:
         if self._supervisor is None:
             return
         running = {kept.unit.name: kept.pid for kept in self._supervisor.kept if kept.pid is not None}
