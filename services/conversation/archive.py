@@ -10,7 +10,8 @@ import asyncpg
 import msgspec
 
 from services.conversation.figures import Figures
-from services.conversation.store import Archived, Store, StoreAwayError
+from services.conversation.rows import Archived
+from services.conversation.store import Store, StoreAwayError
 from shared import clock
 from shared.bus import Bus, Delivery, Puller
 from shared.messages import Accepted, EndedReply, decoder

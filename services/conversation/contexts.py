@@ -13,7 +13,8 @@ from services.conversation.assembly import (
 )
 from services.conversation.prompts import PromptModel
 from services.conversation.replies import State
-from services.conversation.store import EncodedItem, Store, Turn
+from services.conversation.rows import EncodedItem, Turn
+from services.conversation.store import Store
 from services.conversation.template import TemplateError
 from shared import clock
 from shared.errors import LogGoneError, RefusedError

@@ -10,7 +10,8 @@ from services.conversation.archive import Archive
 from services.conversation.figures import Figures
 from services.conversation.queueing import Queueing
 from services.conversation.replies import never_written
-from services.conversation.store import Overdue, Store
+from services.conversation.rows import Overdue
+from services.conversation.store import Store
 from shared import clock
 from shared.bus import Bus
 from shared.errors import LogGoneError, RefusedError, TokenLogError

@@ -19,8 +19,9 @@ from services.conversation.figures import Figures
 from services.conversation.input_check import InputCheck
 from services.conversation.prompts import PromptModel
 from services.conversation.queueing import Queueing
+from services.conversation.rows import Claim, IdempotencyKey, NewReply
 from services.conversation.shards import Shards
-from services.conversation.store import Claim, IdempotencyKey, MovedOnError, NewReply, Store, StoreAwayError
+from services.conversation.store import MovedOnError, Store, StoreAwayError
 from shared import clock
 from shared.blocks import block_hashes
 from shared.errors import BusError, LogGoneError, RefusedError, TokenLogError

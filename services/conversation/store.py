@@ -6,18 +6,33 @@ Raises StoreAwayError while the database is away: the caller refuses with a time
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any
-
-import msgspec
 
 from services.conversation import key_store
 from services.conversation.assembly import PINNED_ROLES
-from services.conversation.replies import Event, State, before
+from services.conversation.replies import Event, State
+from services.conversation.rows import (
+    Archived,
+    Cause,
+    Claim,
+    EncodedItem,
+    IdempotencyKey,
+    Line,
+    NewReply,
+    Overdue,
+    Purge,
+    Queued,
+    StoredReply,
+    TextContent,
+    Turn,
+    as_json,
+    guard,
+    read_accepted,
+    read_item,
+    read_reply,
+    read_turn,
+)
 from shared.errors import ChorusError
-from shared.messages import Accepted, EndedReply, InputItem, Principal, ReplyView, Sampling, Usage, pack_ids, unpack_ids
-from shared.outcomes import EndReason
+from shared.messages import Accepted, EndedReply, InputItem, Principal, pack_ids, unpack_ids
 from shared.storage import UNAVAILABLE_ERRORS, Connection, Pool, borrow
 
 HISTORY_TURNS_MAX = 1024  # earlier turns looked at; what is older than that is left out of the context
@@ -29,112 +44,8 @@ class StoreAwayError(ChorusError):
     """PostgreSQL does not answer, or not in time; the effect of the call is unknown."""
 
 
-class TextContent(msgspec.Struct, frozen=True, kw_only=True, tag="text", tag_field="kind"):
-    """A typed item's content, as its row holds it. Only text so far."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class EncodedItem:
-    item: InputItem
-    ids: list[int]
-
-
-@dataclass(frozen=True)
-class IdempotencyKey:
-    key: str
-    body_hash: bytes
-
-
-@dataclass(frozen=True)
-class Claim:
-    """What an idempotency key stands for."""
-
-    reply_id: str
-    body_hash: bytes
-    queued: bool
-
-
-@dataclass(frozen=True)
-class Line:
-    """A conversation object: its newest reply, if it has one."""
-
-    head_id: str | None
-    head_ended: bool
-
-
 class MovedOnError(ChorusError):
     """Another message of the same conversation was faster: the context must be read again."""
-
-
-@dataclass(frozen=True)
-class NewReply:
-    """Everything of a stored reply at its start. `parent_id` is the turn before it."""
-
-    accepted: Accepted
-    parent_id: str | None
-    sampling: Sampling
-    tokenizer: str
-    items: Sequence[EncodedItem]
-    lane_subject: str
-    request: bytes  # GenerateRequest
-
-
-@dataclass(frozen=True)
-class Turn:
-    """A reply and its message as context of a later one. Of a turn past the limit only pinned items are here."""
-
-    reply_id: str
-    state: State
-    items: Sequence[EncodedItem]
-    tokenizer: str
-    reason: EndReason | None = None
-    text: str = ""
-    ids: list[int] = field(default_factory=list)
-    pinned_only: bool = False
-
-
-@dataclass(frozen=True)
-class StoredReply:
-    view: ReplyView
-    state: State
-
-
-@dataclass(frozen=True)
-class Queued:
-    """An outbox row: a request that was stored and perhaps not queued."""
-
-    reply_id: str
-    subject: str
-    request: bytes
-
-
-@dataclass(frozen=True)
-class Overdue:
-    """A reply that should have ended; `detail` says why it was given up, when it was."""
-
-    accepted: Accepted
-    detail: str
-
-
-class Cause(StrEnum):
-    """Why a log is to be removed."""
-
-    DELETED = "deleted"
-    WITHDRAWN = "withdrawn"
-
-
-@dataclass(frozen=True)
-class Purge:
-    reply_id: str
-    cause: Cause
-
-
-class Archived(StrEnum):
-    STORED = "stored"
-    ALREADY = "already"  # a second delivery of the same end
-    NO_ROW = "no_row"  # sent with store=false, or deleted meanwhile
 
 
 class Store:
@@ -206,7 +117,7 @@ class Store:
                 " UPDATE replies SET status = $2 WHERE id = $1 AND status = ANY($3)",
                 reply_id,
                 State.QUEUED.value,
-                _guard(Event.QUEUED),
+                guard(Event.QUEUED),
             )
 
     async def give_up(self, reply_id: str, detail: str) -> None:
@@ -249,8 +160,10 @@ class Store:
             items = await conn.fetch(_ITEMS, whole, every, sorted(PINNED_ROLES))
         by_reply: dict[str, list[EncodedItem]] = {}
         for item in items:
-            by_reply.setdefault(item["reply_id"], []).append(EncodedItem(_item(item), unpack_ids(item["token_ids"])))
-        turns = {row["id"]: _turn(row, by_reply.get(row["id"], [])) for row in rows}
+            by_reply.setdefault(item["reply_id"], []).append(
+                EncodedItem(read_item(item), unpack_ids(item["token_ids"]))
+            )
+        turns = {row["id"]: read_turn(row, by_reply.get(row["id"], [])) for row in rows}
         for row in chain:
             if row["id"] not in turns and row["id"] in by_reply:
                 turns[row["id"]] = Turn(
@@ -270,7 +183,7 @@ class Store:
                 principal.org,
                 principal.user,
             )
-        return None if row is None else _stored(row)
+        return None if row is None else read_reply(row)
 
     async def input_items(self, principal: Principal, reply_id: str) -> list[InputItem]:
         async with self._connection() as conn:
@@ -280,7 +193,7 @@ class Store:
                 principal.org,
                 principal.user,
             )
-        return [_item(row) for row in rows]
+        return [read_item(row) for row in rows]
 
     async def purge_cause(self, reply_id: str) -> Cause | None:
         async with self._connection() as conn:
@@ -312,7 +225,7 @@ class Store:
                 now_s - grace_s,
                 most,
             )
-        return [Overdue(_accepted.decode(row["accepted"]), row["detail"]) for row in rows]
+        return [Overdue(read_accepted(row), row["detail"]) for row in rows]
 
     # --- taking back -----------------------------------------------------------------------------------------
 
@@ -388,59 +301,6 @@ SELECT reply_id, id, role, content, token_ids FROM items
  ORDER BY reply_id, position
 """
 
-_content = msgspec.json.Decoder(TextContent)
-_output = msgspec.json.Decoder(tuple[TextContent, ...])
-_accepted = msgspec.json.Decoder(Accepted)
-
-
-def _json(value: Any) -> str:
-    return msgspec.json.encode(value).decode()
-
-
-def _guard(event: Event) -> list[str]:
-    return [state.value for state in before(event)]
-
-
-def _item(row: Any) -> InputItem:
-    return InputItem(role=row["role"], text=_content.decode(row["content"]).text, id=row["id"])
-
-
-def _text(output: str) -> str:
-    return "".join(part.text for part in _output.decode(output))
-
-
-def _turn(row: Any, items: Sequence[EncodedItem]) -> Turn:
-    return Turn(
-        reply_id=row["id"],
-        state=State(row["status"]),
-        items=items,
-        tokenizer=row["tokenizer"],
-        reason=None if row["reason"] is None else EndReason(row["reason"]),
-        text=_text(row["output"]),
-        ids=unpack_ids(row["token_ids"]),
-    )
-
-
-def _stored(row: Any) -> StoredReply:
-    state = State(row["status"])
-    ended = state is State.ENDED
-    usage = Usage(
-        input_tokens=row["input_tokens"], output_tokens=row["output_tokens"], cached_tokens=row["cached_tokens"]
-    )
-    view = ReplyView(
-        accepted=_accepted.decode(row["accepted"]),
-        text=_text(row["output"]),
-        ids=row["token_ids"],
-        reason=EndReason(row["reason"]) if ended else None,
-        usage=usage if ended else None,
-        checked=row["checked"],
-        withdrawn=row["withdrawn"],
-        log_alive=False,
-        ended_s=row["ended_s"],
-        detail=row["detail"],
-    )
-    return StoredReply(view, state)
-
 
 async def _claim(conn: Connection, accepted: Accepted, idempotency: IdempotencyKey) -> bool:
     """True when the key is ours. Waits for a transaction that holds it and has not committed."""
@@ -495,8 +355,8 @@ async def _insert_reply(conn: Connection, new: NewReply) -> None:
         State.ACCEPTED.value,
         accepted.created_s,
         accepted.created_s + accepted.deadline_s,
-        _json(accepted),
-        _json(new.sampling),
+        as_json(accepted),
+        as_json(new.sampling),
         sum(len(item.ids) for item in new.items),
         accepted.input_tokens,
     )
@@ -511,7 +371,7 @@ async def _insert_reply(conn: Connection, new: NewReply) -> None:
                 accepted.org,
                 accepted.user,
                 encoded.item.role,
-                _json(TextContent(text=encoded.item.text)),
+                as_json(TextContent(text=encoded.item.text)),
                 pack_ids(encoded.ids),
             )
             for position, encoded in enumerate(new.items)
@@ -542,13 +402,13 @@ async def _archive(conn: Connection, ended: EndedReply) -> Archived:
         ended.reason.value,
         ended.detail,
         ended.ended_s,
-        _json((TextContent(text=ended.text),)),
+        as_json((TextContent(text=ended.text),)),
         ended.ids,
         ended.usage.cached_tokens,
         ended.usage.output_tokens,
         ended.attempts,
         ended.checked,
-        _guard(Event.ENDED),
+        guard(Event.ENDED),
     )
     await conn.execute("DELETE FROM outbox WHERE reply_id = $1", ended.accepted.reply_id)
     if stored:

@@ -8,7 +8,8 @@ import msgspec
 
 from services.conversation.archive import Archive
 from services.conversation.replies import State, never_written
-from services.conversation.store import Cause, Store, StoredReply
+from services.conversation.rows import Cause, StoredReply
+from services.conversation.store import Store
 from shared import clock
 from shared.bus import Bus
 from shared.errors import LogGoneError, RefusedError, TokenLogError

@@ -215,3 +215,8 @@ def ref(reply_id: str, who: Principal = ANN) -> ReplyRef:
 
 def contains(ids: list[int], part: list[int]) -> bool:
     return any(ids[at : at + len(part)] == part for at in range(len(ids) - len(part) + 1))
+
+
+async def seen(value: Any) -> Any:
+    """A value as a condition of `until`."""
+    return value
