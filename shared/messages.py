@@ -280,7 +280,7 @@ class DispatchRefused(Message, frozen=True, kw_only=True):
     """Replica -> router: not taken, and nothing was written; the attempt may go elsewhere."""
 
     replica: str
-    reason: str  # full | draining | other_model | never_fits | bad_request | not_ready
+    reason: str  # full | draining | other_model | never_fits | bad_request | not_ready | over (this attempt was here)
     detail: str = ""
 
 

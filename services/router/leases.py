@@ -151,7 +151,7 @@ class Lease:
         self._over = 0  # the attempt that is over: its replica says so, or we gave it up
         self._over_seq: int | None = 0  # the log's last sequence then (None: at the next look); if it grows, it lives
         self._returned = 0  # the attempt that was refused or handed back
-        self._known_seq = 0  # the log reaches this far at least
+        self._known_seq = delivered.request.accepted_seq  # the log reaches this far at least
         self._lagging_s: float | None = None  # since when all that we read ends before that
         self._still = (0, now)  # the log's last sequence, and since when we have seen no other
         self._unanswered_s: float | None = None  # since when the replica leaves us without an answer
@@ -263,13 +263,11 @@ class Lease:
 
     def _lags(self, view: LogView, now: float) -> bool:
         """A copy of the stream answered that is behind what we know. Not for ever: then the log itself was lost."""
-        if view.last_seq >= self._known_seq or view.accepted is None:
-            self._lagging_s, self._known_seq = None, view.last_seq
-            return False
-        if self._lagging_s is None:
-            self._lagging_s = now
-        if now < self._lagging_s + UNANSWERED_S:
-            return True
+        if view.last_seq < self._known_seq:
+            if self._lagging_s is None:
+                self._lagging_s = now
+            if now < self._lagging_s + UNANSWERED_S:
+                return True
         self._lagging_s, self._known_seq = None, view.last_seq
         return False
 
@@ -392,6 +390,9 @@ class Lease:
 
     def _declined(self, event: DispatchDeclined, now: float) -> list[Command]:
         self._unanswered_s = None
+        if event.reason == "over":  # it was taken before, by another router's leave, and ended without a word to us
+            self._note_over(self.view.last_seq)
+            return self._read(now)
         if event.reason not in _RETURNED_REASONS:
             return self._end(EndReason.FAILED, event.detail or "No model replica can run this request.", now)
         return self._give_back(now)

@@ -68,6 +68,7 @@ class Replica(Process):
         self.sequence: Running | None = None
         self.draining = False
         self.hung_since: float | None = None
+        self._over: set[int] = set()
 
     @property
     def blocks_used(self) -> int:
@@ -90,7 +91,7 @@ class Replica(Process):
         self.sequence = None
 
     def started(self) -> None:
-        self.draining, self.hung_since = False, None
+        self.draining, self.hung_since, self._over = False, None, set()
         for router in self.scene.routers:
             self.world.send(router, router.heard_restart, self)
 
@@ -131,6 +132,8 @@ class Replica(Process):
         if running is not None and dispatch.attempt <= running.dispatch.attempt:
             self._report_to(running, dispatch.router, dispatch.ack_subject, dispatch.delivered)
             return Dispatched(replica=self.name, router=running.router)
+        if self.world.swarm.remembers and dispatch.attempt in self._over:
+            return DispatchRefused(replica=self.name, reason="over")
         if self.draining or self.world.chance(self.world.swarm.refusals):
             self.scene.checks.given_back.add(dispatch.attempt)
             return DispatchRefused(replica=self.name, reason="draining" if self.draining else "full")
@@ -267,6 +270,7 @@ class Replica(Process):
         if outcome == "handed_back":
             self.scene.checks.given_back.add(running.dispatch.attempt)
         self.scene.checks.over.add(running.dispatch.attempt)
+        self._over.add(running.dispatch.attempt)
         self.scene.tell(running.router, "attempt_ended", running.dispatch.attempt, outcome)
 
     def _extend(self, running: Running) -> None:

@@ -3,6 +3,8 @@
 import itertools
 from collections.abc import Callable
 
+from msgspec import structs
+
 from shared.ids import ENTROPY_BYTES, reply_id
 from shared.messages import Accepted, EndedReply, GenerateRequest, RequestEcho, Sampling, pack_ids
 from shared.outcomes import EndReason
@@ -52,7 +54,7 @@ class Scene:
             echo=RequestEcho(background=False),
         )
         return GenerateRequest(
-            accepted=accepted, accepted_seq=1, prompt=pack_ids([1, 2, 3]), block_hashes=b"", sampling=Sampling()
+            accepted=accepted, accepted_seq=0, prompt=pack_ids([1, 2, 3]), block_hashes=b"", sampling=Sampling()
         )
 
     # --- what happens
@@ -60,7 +62,9 @@ class Scene:
     def _begin(self) -> None:
         world, rng, swarm = self.world, self.world.random, self.world.swarm
         conversation = Process(world, "conversation")
-        self.log.append(0, self.request.accepted, conversation)
+        seq = self.log.append(0, self.request.accepted, conversation)
+        assert seq is not None
+        self.request = structs.replace(self.request, accepted_seq=seq)
         for number in (1, 2):
             self.readers.append(Reader(self, f"screen {number}", rng.choice((2, 256))))
         self.log.readers = self.readers

@@ -52,6 +52,7 @@ class Swarm:
     drains: int
     cancels: int
     reader_restarts: int
+    remembers: bool  # replicas do not begin an attempt again that was over there
     outage: bool  # no replica for longer than a client may stay away
 
     @classmethod
@@ -84,6 +85,7 @@ class Swarm:
             drains=sometimes(0.3, 0, 1, 2),
             cancels=sometimes(0.4, 0, 1, 2),
             reader_restarts=sometimes(0.3, 0, 1, 2),
+            remembers=rng.random() < 0.5,
             outage=outage,
         )
 

@@ -269,6 +269,17 @@ def test_a_refusal_sends_the_reply_back_to_wait_and_does_not_count(reason):
     assert said(talk.commands, ev.AppendOpen).entry == opened(2, "r2", returned=1)
 
 
+def test_an_attempt_that_was_over_at_the_replica_counts():
+    """Dispatched again under a standing open, it turns out to have run there: not given back, spent."""
+    talk = Talk(delivered(2), opened(router=OTHER))
+    talk.read()
+    talk.answer(ev.Answered, running=False, attempt=0, router="")
+    assert kinds(talk.answer(ev.DispatchDeclined, reason="over")) == ["ReadLog"]
+    talk.read()
+    talk.opening("r2")
+    assert said(talk.commands, ev.AppendOpen).entry == opened(2, "r2", returned=0)
+
+
 def test_the_second_refusal_in_a_row_waits_for_fresh_heartbeats():
     """A full fleet is not asked round and round."""
     talk = Talk().waiting().dispatching()
@@ -625,13 +636,21 @@ def test_anothers_end_is_archived_as_it_stands():
 
 def test_a_message_without_a_log_goes_back_for_a_while_and_leaves_after_its_deadline():
     """Deleted or lost: nothing can be written; it is not kept for ever either."""
-    talk = Talk()
-    talk.log.clear()
-    command = said(talk.read(), ev.Nak)
-    assert command.delay_s > 0
-    talk = Talk(delivered(9, deadline_left_s=-1.0))
-    talk.log.clear()
-    assert talk.read() == [ev.Ack(reply_id=REPLY, ack_subject="ack.9")]
+    for deadline_left_s in (600.0, -1.0):
+        talk = Talk(delivered(9, deadline_left_s=deadline_left_s))
+        talk.log.clear()
+        began = talk.now
+        while talk.read() == []:
+            talk.wait(LEASE_RETRY_S)
+            if talk.state is State.ENDING:  # past its deadline, and nothing there to write an end into
+                talk.answer(ev.EndFailed)
+                talk.wait(LEASE_RETRY_S)
+        assert talk.now - began >= UNANSWERED_S, "a copy that lags may have answered"
+        assert talk.state is State.GONE
+        if deadline_left_s > 0:
+            assert said(talk.commands, ev.Nak).delay_s > 0
+        else:
+            assert talk.commands == [ev.Ack(reply_id=REPLY, ack_subject="ack.9")]
 
 
 def test_a_read_that_lags_decides_nothing():
@@ -750,7 +769,9 @@ def test_a_lease_that_is_over_leaves_the_table():
     """And the next delivery of the same reply begins anew, with tickets that were never used."""
     leases = table()
     first = said(leases.on(delivered(1), 0.0), ev.ReadLog).ticket
-    leases.on(ev.LogRead(reply_id=REPLY, ticket=first, view=LogView()), 0.0)
+    view = LogView().apply_all([SequencedEntry(seq=1, entry=request().accepted)])
+    leases.on(ev.Drain(), 0.0)
+    leases.on(ev.LogRead(reply_id=REPLY, ticket=first, view=view), 0.0)
     assert len(leases) == 0
     again = said(leases.on(delivered(2), 0.0), ev.ReadLog).ticket
     assert again > first
