@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
 
-from tests.integration.system import System, running
+from tests.integration.system import System, eventually, running
 
 CHROMIUM = os.environ.get("CHORUS_CHROMIUM") or shutil.which("chromium") or shutil.which("chromium-browser")
 QUIET = [
@@ -59,6 +59,11 @@ def ask(page: Page, text: str) -> None:
     page.press("#text", "Enter")
 
 
+def grows(turn: Locator, length: int) -> None:
+    """Wait until the reply is longer than that."""
+    eventually(lambda: len(turn.locator(".reply").inner_text()) > length, f"more than {length} characters")
+
+
 def screenshot(page: Page, name: str) -> None:
     folder = os.environ.get("CHORUS_SCREENSHOTS")
     if folder:
@@ -84,7 +89,7 @@ def test_a_reply_streams_and_can_be_stopped(page: Page) -> None:
     shown = turn.locator(".reply").inner_text()
     ask(page, "and then?")
     expect(page.locator(".turn").last).to_have_attribute("data-status", "writing")
-    assert turn.locator(".reply").inner_text() == shown
+    assert page.locator(".turn").first.locator(".reply").inner_text() == shown
     page.click("#stop")
 
 
@@ -99,7 +104,7 @@ def test_a_reload_mid_reply_goes_on_where_it_was(page: Page) -> None:
     expect(turn).to_have_attribute("data-status", "writing")
     expect(turn.locator(".reply")).to_contain_text(start)
     length = len(turn.locator(".reply").inner_text())
-    page.wait_for_function(f"document.querySelector('.turn:last-child .reply').textContent.length > {length + 100}")
+    grows(turn, length + 100)
     words = turn.locator(".reply").inner_text().split()
     page.click("#stop")
     expect(turn).to_have_attribute("data-status", "stopped")
@@ -125,7 +130,7 @@ def test_a_lost_network_is_said_and_mended(page: Page) -> None:
     page.evaluate("() => 0")
     page.context.set_offline(False)
     length = len(turn.locator(".reply").inner_text())
-    page.wait_for_function(f"document.querySelector('.turn:last-child .reply').textContent.length > {length + 50}")
+    grows(turn, length + 50)
     page.click("#stop")
     expect(turn).to_have_attribute("data-status", "stopped")
 
