@@ -94,7 +94,6 @@ class ConversationService:
         self._in_progress = 0
         self._idle = asyncio.Event()
         self._idle.set()
-        self._store_away: str | None = "not connected yet"
 
     # --- life --------------------------------------------------------------------------------------------
 
@@ -107,7 +106,6 @@ class ConversationService:
                 self._names.conversation(verb.name), queue=QUEUE_GROUP, inbox_max=VERB_INBOX_MAX
             )
             self._subscriptions.append((verb, subscription))
-        self._store_away = None
 
     async def _migrate(self) -> None:
         give_up_s = clock.now_s() + DATABASE_WAIT_S
@@ -150,8 +148,8 @@ class ConversationService:
     def ready(self) -> str | None:
         if not self._bus.connected:
             return "the message bus is not connected"
-        if self._store_away is not None:
-            return f"PostgreSQL is away: {self._store_away}"
+        if self._store.away is not None:
+            return f"PostgreSQL is away: {self._store.away}"
         return None if self._subscriptions else "not subscribed yet"
 
     # --- verbs -------------------------------------------------------------------------------------------
@@ -229,12 +227,7 @@ class ConversationService:
             await asyncio.sleep(max(every_s, 1.0 if away else 0.0) * (0.75 + 0.5 * clock.random_unit()))
 
     async def _look(self) -> None:
-        """Whether the database answers, for readiness."""
         try:
-            await self._store.ping()
-        except StoreAwayError as error:
-            self._store_away = str(error)
-            self._figures.store_away.set(1)
-            raise
-        self._store_away = None
-        self._figures.store_away.set(0)
+            await self._store.watch()
+        finally:
+            self._figures.store_away.set(self._store.away is not None)

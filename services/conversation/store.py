@@ -36,8 +36,9 @@ from shared.messages import Accepted, EndedReply, InputItem, Principal, pack_ids
 from shared.storage import UNAVAILABLE_ERRORS, Connection, Pool, borrow
 
 HISTORY_TURNS_MAX = 1024  # earlier turns looked at; what is older than that is left out of the context
-ANSWER_S = 0.8  # a database that takes longer for what a user waits for is away
+ANSWER_S = 2.0  # most that a user waits for one call, the wait for a connection included
 BATCH_S = 5.0  # the same for what nobody waits for
+PROBE_S = 0.8
 
 
 class StoreAwayError(ChorusError):
@@ -49,11 +50,17 @@ class MovedOnError(ChorusError):
 
 
 class Store:
+    """`away` says why nothing is even tried: the watch found the database gone, so nobody waits for it."""
+
     def __init__(self, pool: Pool) -> None:
+        self.away: str | None = None
         self._pool = pool
+        self._unanswered = 0
 
     @asynccontextmanager
-    async def _connection(self, deadline_s: float = ANSWER_S) -> AsyncIterator[Connection]:
+    async def _connection(self, deadline_s: float = ANSWER_S, *, probe: bool = False) -> AsyncIterator[Connection]:
+        if self.away is not None and not probe:
+            raise StoreAwayError(self.away)
         try:
             async with asyncio.timeout(deadline_s), borrow(self._pool) as conn:
                 yield conn
@@ -62,9 +69,20 @@ class Store:
                 raise
             raise StoreAwayError(f"{type(error).__name__}: {error}") from error
 
-    async def ping(self) -> None:
-        async with self._connection() as conn:
-            await conn.execute("SELECT 1")
+    async def watch(self) -> None:
+        """Ask whether the database answers, and remember it; raises StoreAwayError.
+
+        One that refuses is away at once; one that is silent, the second time: the first may have been our own queue.
+        """
+        try:
+            async with self._connection(PROBE_S, probe=True) as conn:
+                await conn.execute("SELECT 1")
+        except StoreAwayError as error:
+            self._unanswered += 1
+            if self._unanswered > 1 or not isinstance(error.__cause__, TimeoutError):
+                self.away = str(error)
+            raise
+        self._unanswered, self.away = 0, None
 
     async def key(self, digest: bytes) -> Principal | None:
         async with self._connection() as conn:
