@@ -60,8 +60,11 @@ def lay_out(chunks: Sequence[SeqChunk]) -> StepLayout:
         if chunk.sample is not None:
             last_rows.append(len(tokens) - 1)
     groups = [*map(_group, decodes.values()), *(_group([prompt]) for prompt in prompts)]
-    as_tensor = torch.tensor
-    return StepLayout(as_tensor(tokens), as_tensor(positions), as_tensor(slots), tuple(groups), as_tensor(last_rows))
+    return StepLayout(_long(tokens), _long(positions), _long(slots), tuple(groups), _long(last_rows))
+
+
+def _long(numbers: Sequence[int]) -> torch.Tensor:
+    return torch.tensor(numbers, dtype=torch.long)  # also when there are none
 
 
 def _group(members: Sequence[tuple[int, SeqChunk]]) -> Group:
@@ -69,11 +72,11 @@ def _group(members: Sequence[tuple[int, SeqChunk]]) -> Group:
     count = len(members[0][1].ids)
     width = max(blocks_for(chunk.end) for _, chunk in members)
     tables = [[*chunk.blocks[:width], *[0] * (width - len(chunk.blocks))] for _, chunk in members]
-    starts = torch.tensor([chunk.start for _, chunk in members])
+    starts = _long([chunk.start for _, chunk in members])
     visible_to = starts[:, None] + torch.arange(count)[None, :]  # [sequences, count]: last key each row sees
     hidden = torch.arange(width * BLOCK_TOKENS)[None, None, :] > visible_to[:, :, None]
     return Group(
-        rows=torch.tensor([row + at for row, _ in members for at in range(count)]),
+        rows=_long([row + at for row, _ in members for at in range(count)]),
         sequences=len(members),
         count=count,
         blocks=torch.tensor(tables).flatten(),
