@@ -20,6 +20,7 @@ OPERATOR = "ops"
 USERS = (*SERVICES, OPERATOR)
 
 _API = "$JS.API"
+_RESPONDERS = frozenset({"conversation", "replica", "relay", "safety"})
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,22 @@ def inbox_prefix(user: str) -> str:
 def permissions(names: Names, shards: int) -> dict[str, Permissions]:
     """Every user's permissions in one region with `shards` log buckets."""
     bus = _Patterns(names, shards)
-    region = names.region
-    said: dict[str, list[str]] = {
+    said, heard = _said(names, bus), _heard(names, bus)
+    table = {
+        user: Permissions(
+            publish=(f"{inbox_prefix(user)}.>", names.journal(user), *said[user]),
+            subscribe=(f"{inbox_prefix(user)}.>", *heard[user]),
+            responds=user in _RESPONDERS,
+        )
+        for user in SERVICES
+    }
+    table[OPERATOR] = Permissions(publish=(">",), subscribe=(">",))
+    return table
+
+
+def _said(names: Names, bus: "_Patterns") -> dict[str, list[str]]:
+    """What each service publishes, beside its own inbox and journal."""
+    return {
         "gateway": [
             names.conversation("*"),
             names.relay_open,
@@ -50,7 +65,7 @@ def permissions(names: Names, shards: int) -> dict[str, Permissions]:
             *bus.append_logs,
             *bus.read_logs,
             *bus.purge,
-            f"{region}.lane.>",
+            *(names.lane_filter(tier) for tier in Tier),
             names.cancel("*"),
             names.safety_check,
             *bus.consume(names.ended_stream),
@@ -95,7 +110,11 @@ def permissions(names: Names, shards: int) -> dict[str, Permissions]:
         "usage": [*bus.consume(names.usage_stream), *bus.declare(names.usage_stream)],
         "fleet": [names.drain("*"), *bus.state_bucket],
     }
-    heard: dict[str, list[str]] = {
+
+
+def _heard(names: Names, bus: "_Patterns") -> dict[str, list[str]]:
+    """What each service subscribes to, beside its own inbox."""
+    return {
         "gateway": [names.frames("*", "*"), names.relay_alive, names.keys],
         "conversation": [names.conversation("*")],
         "router": [
@@ -118,17 +137,6 @@ def permissions(names: Names, shards: int) -> dict[str, Permissions]:
         "usage": [],
         "fleet": [names.health("*"), names.queue_filter],
     }
-    responders = {"conversation", "replica", "relay", "safety"}
-    table = {
-        user: Permissions(
-            publish=(f"{inbox_prefix(user)}.>", names.journal(user), *said[user]),
-            subscribe=(f"{inbox_prefix(user)}.>", *heard[user]),
-            responds=user in responders,
-        )
-        for user in SERVICES
-    }
-    table[OPERATOR] = Permissions(publish=(">",), subscribe=(">",))
-    return table
 
 
 class _Patterns:
