@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from shared.bus import ConsumerSpec, StreamSpec
-from shared.bus.memory import MemoryServer, subject_matches
+from shared.bus.memory import MemoryServer
+from shared.bus.memory_streams import subject_matches
 from shared.errors import BusTimeoutError
 
 LANE = StreamSpec(name="LANE", subjects=("lane.>",), work_queue=True)

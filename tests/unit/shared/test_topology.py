@@ -2,7 +2,8 @@
 
 import itertools
 
-from shared.bus.memory import MemoryServer, subject_matches
+from shared.bus.memory import MemoryServer
+from shared.bus.memory_streams import subject_matches
 from shared.limits import LANE_MESSAGES_MAX, LOG_SHARDS, USER_BUCKETS
 from shared.subjects import Names
 from shared.tiers import Tier
