@@ -8,6 +8,7 @@ MIB = 1024 * KIB
 
 # --- leases, heartbeats, verdicts ------------------------------------------------------------------
 HEARTBEAT_S = 0.25
+HEARTBEAT_S_MIN = 0.02  # between two, when a full replica says that it has room again
 HEARTBEATS_MISSED_MAX = 3  # suspect after these *and* no log progress
 ACK_WAIT_S = 2.0  # an unextended lane delivery comes back after this: a question, not a verdict
 LEASE_EXTEND_S = 0.5

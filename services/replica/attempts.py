@@ -101,8 +101,9 @@ class AttemptTable:
         room = min(capacity.context_max, capacity.blocks_total * BLOCK_TOKENS)
         if most > room:
             return self._refusal("never_fits", f"{most} tokens are more than the {room} a replica has room for")
-        if len(self) >= capacity.running_max + REPLICA_QUEUE_MAX:
-            return self._refusal("full", f"{len(self)} sequences are here")
+        here = sum(attempt.blocks_held for attempt in self._by_sequence.values())
+        if here >= capacity.running_max + REPLICA_QUEUE_MAX:
+            return self._refusal("full", f"{here} sequences are here")
         return None
 
     def _refusal(self, reason: str, detail: str) -> DispatchRefused:

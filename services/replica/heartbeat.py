@@ -11,6 +11,8 @@ from services.replica.attempt import Attempt
 from services.replica.engine_messages import EngineReady, EngineStats
 from shared.messages import ReplicaHealth
 
+_FULL_BLOCKS_SHARE = 0.25
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beat:
@@ -51,6 +53,12 @@ def heartbeat(beat: Beat) -> ReplicaHealth:
         http=beat.http,
         dispatches=beat.dispatches,
     )
+
+
+def is_full(health: ReplicaHealth) -> bool:
+    """Little is free: whoever waits for room here should hear at once when there is some."""
+    places = health.running + health.waiting >= health.running_max
+    return places or health.blocks_free < health.blocks_total * _FULL_BLOCKS_SHARE
 
 
 def _with_unseen(waiting_tokens: dict[str, int], unseen: Iterable[Attempt]) -> dict[str, int]:

@@ -20,7 +20,7 @@ from services.replica.attempt import AbortSequence, Attempt, CheckWindow, Comman
 from services.replica.attempts import AttemptTable, Capacity, Known, Taken
 from services.replica.engine_messages import EngineStarting, FreedSequence, StepReport, SubmitSequence
 from services.replica.engine_port import EnginePort
-from services.replica.heartbeat import Beat, heartbeat
+from services.replica.heartbeat import Beat, heartbeat, is_full
 from services.replica.metrics import ReplicaMetrics
 from services.replica.outbox import Outbox
 from services.replica.prefix_report import PrefixReport
@@ -29,7 +29,15 @@ from services.replica.writers import Writers
 from shared import clock
 from shared.bus import Bus, BusMessage, Subscription
 from shared.errors import BusError, ConfigError, EngineError
-from shared.limits import DRAIN_S, ENGINE_STUCK_EXIT_S, FLUSH_S, HEARTBEAT_S, LEASE_EXTEND_S, SAFETY_VERDICT_S
+from shared.limits import (
+    DRAIN_S,
+    ENGINE_STUCK_EXIT_S,
+    FLUSH_S,
+    HEARTBEAT_S,
+    HEARTBEAT_S_MIN,
+    LEASE_EXTEND_S,
+    SAFETY_VERDICT_S,
+)
 from shared.log_store import LogStore
 from shared.messages import (
     Ask,
@@ -87,6 +95,8 @@ class ReplicaService:
         self._none_left = asyncio.Event()
         self._none_left.set()
         self._tokens_marked = (clock.now_s(), 0)
+        self._full = False  # as of the last heartbeat: the routers hold requests back
+        self._beat_soon = asyncio.Event()
         self._stuck_since: float | None = None
 
     # --- the doors -----------------------------------------------------------------------------------------
@@ -311,6 +321,8 @@ class ReplicaService:
             self._writers.touch(attempt)
         for freed in report.freed:
             self._on_freed(freed, now)
+        if self._full and (report.freed or any(tokens.finish is not None for tokens in report.tokens)):
+            self._beat_soon.set()
         for refused in report.refused:
             attempt = self._table.of_sequence(refused.sequence_id)
             if attempt is not None:
@@ -428,7 +440,7 @@ class ReplicaService:
         await self._say(self._names.attempt_over(router), over)
 
     async def _beat(self) -> None:
-        """Heartbeats, prefix changes and the attempts' own deadlines, four times a second."""
+        """Heartbeats, prefix changes and the attempts' deadlines, four times a second; sooner when room was made."""
         while True:
             self._look_after_engine()
             now = clock.now_s()
@@ -440,7 +452,10 @@ class ReplicaService:
                 await self._say(self._names.blocks(self.replica), changed)
             with contextlib.suppress(BusError):
                 await self._say_health()
-            await asyncio.sleep(HEARTBEAT_S)
+            await asyncio.sleep(HEARTBEAT_S_MIN)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_S - HEARTBEAT_S_MIN):
+                    await self._beat_soon.wait()
 
     def _look_after_engine(self) -> None:
         """A step that never ends: first nothing new comes here, then the replica gives itself up."""
@@ -474,6 +489,8 @@ class ReplicaService:
             tokens_per_s=self._tokens_per_s(engine.stats.sampled_tokens),
         )
         health = heartbeat(beat)
+        self._full = is_full(health)
+        self._beat_soon.clear()
         self._count.beat(health, attempts=len(self._table), append_s=self._writers.append_s)
         await self._bus.publish(self._names.health(self.replica), encode(health))
 

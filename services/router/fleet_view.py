@@ -57,7 +57,6 @@ class ReplicaView:
     prefix: set[bytes] = field(default_factory=set)
     blocks_number: int | None = None  # None: the prefix set is not to be trusted, a snapshot is on its way
     claims: dict[str, Claim] = field(default_factory=dict)  # by reply
-    left: int = 0  # attempts known to be over since the last heartbeat
 
     def silent(self, now: float) -> bool:
         """Enough heartbeats are missing. Not yet a verdict: a replica whose log grows is alive."""
@@ -76,7 +75,7 @@ class ReplicaView:
         return self.health.waiting + len(self.claims)
 
     def places_taken(self) -> int:
-        return max(0, self.health.running + self.queue_length() - self.left)
+        return self.health.running + self.queue_length()
 
     def blocks_free(self) -> int:
         """Free blocks that nobody who waits there will need for its prompt."""
@@ -110,7 +109,7 @@ class FleetView:
             self._suspects.discard(health.replica)
             restarted = [Restarted(health.replica)] if view is not None else []
             return [*restarted, NeedBlocks(health.replica)]
-        view.health, view.heard_s, view.left = health, now, 0
+        view.health, view.heard_s = health, now
         view.claims = {key: claim for key, claim in view.claims.items() if not _covered(claim, health, now)}
         return []
 
@@ -154,16 +153,10 @@ class FleetView:
             view.claims[reply_id] = Claim(claim.tokens, claim.blocks, claim.made_s, number)
 
     def release(self, replica: str, reply_id: str) -> None:
-        """It was not dispatched after all, or refused."""
+        """It was not dispatched after all, was refused, or is over."""
         view = self._replicas.get(replica)
         if view is not None:
             view.claims.pop(reply_id, None)
-
-    def over(self, replica: str, reply_id: str) -> None:
-        """Its attempt is over: there is a place at once, not only with the next heartbeat."""
-        view = self._replicas.get(replica)
-        if view is not None and view.claims.pop(reply_id, None) is None:
-            view.left += 1
 
     def get(self, replica: str) -> ReplicaView | None:
         return self._replicas.get(replica)

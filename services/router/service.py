@@ -243,9 +243,8 @@ class RouterService:
             if over is None:
                 continue
             if over.outcome != "adopted":
-                self._fleet.over(over.replica, over.reply_id)
+                self._fleet.release(over.replica, over.reply_id)
             self._notes.attempt_over(over)
-            self._stir_replica(over.replica)
             self._handle(AttemptEnded(reply_id=over.reply_id, attempt=over.attempt, outcome=over.outcome))
 
     async def _hear_health(self) -> None:
@@ -387,11 +386,6 @@ class RouterService:
                 self._notes.matched(result)
                 placed = result.placed
                 self._step(Placed(reply_id=reply_id, replica=placed.replica, model_version=placed.model_version))
-
-    def _stir_replica(self, replica: str) -> None:
-        view = self._fleet.get(replica)
-        if view is not None:
-            self._room.stir(view.health.model)
 
     # --- acts on the bus ---------------------------------------------------------------------------------------
 

@@ -186,18 +186,6 @@ def test_claims_do_not_leak():
     assert view.places_taken() == 0
 
 
-def test_a_place_is_free_when_its_attempt_is_over():
-    """The next request need not wait for the heartbeat that says so, and that heartbeat is not counted twice."""
-    fleet = FleetView()
-    fleet.on_health(health(running=4), 0.0)
-    view = fleet.get("r1")
-    assert view is not None
-    fleet.over("r1", "reply")
-    assert view.places_taken() == 3
-    fleet.on_health(health(running=3), 0.25)
-    assert view.places_taken() == 3
-
-
 def test_replicas_long_gone_are_forgotten():
     """The view stays as large as the fleet."""
     fleet = FleetView()

@@ -114,6 +114,13 @@ def test_a_miss_goes_to_the_least_load():
     assert chosen(place(demand(), replicas)) == ("r2", "least_load")
 
 
+def test_load_decides_before_speed():
+    """A slightly faster replica does not draw everything: its places count first."""
+    faster = StepModel(base_s=0.009, per_token_s=0.001)
+    assert chosen(place(demand(), fleet({"running": 5, "step": faster}, {"running": 4})))[0] == "r2"
+    assert chosen(place(demand(), fleet({"running": 4, "step": faster}, {"running": 4})))[0] == "r1"
+
+
 def test_replicas_to_avoid_are_the_last_resort():
     """Who just refused or was lost with the reply is asked again only when nobody else is there."""
     assert chosen(place(demand(avoid=frozenset({"r1"})), fleet({}, {"running": 7})))[0] == "r2"

@@ -68,18 +68,6 @@ def test_a_claim_holds_the_room_until_the_heartbeat_does():
     assert sorted(match.split("@")[1] for match in play(room)) == ["r1"] * 3 + ["r2"] * 3
 
 
-def test_a_freed_place_is_given_at_once():
-    """When an attempt is over the next request goes there without waiting for a heartbeat."""
-    fleet = FleetView()
-    room = WaitingRoom(fleet)
-    fleet.on_health(health(running_max=1, running=1 + REPLICA_QUEUE_MAX), 0.0)
-    enter(room, 1)
-    assert play(room) == []
-    fleet.over("r1", "another")
-    room.stir("m")
-    assert play(room) == ["r1@r1"]
-
-
 def test_who_left_is_not_placed():
     """A request that ended while it waited is out of the queue."""
     fleet = FleetView()
@@ -179,8 +167,7 @@ def test_everybody_is_served_and_no_replica_is_overfilled(seed: int):
         if running[name] and rng.random() < 0.5:
             gone = rng.choice(sorted(running[name]))
             running[name].discard(gone)
-            fleet.over(name, gone)
-            room.stir("m")
+            fleet.release(name, gone)
         for name, here in running.items():
             if turn % 5 == 0:
                 fleet.on_health(
