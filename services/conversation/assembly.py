@@ -54,8 +54,12 @@ class ContextTooLongError(Exception):
 
 @dataclass(frozen=True)
 class Budget:
-    """How a model's context is shared between prompt and output."""
+    """How a model's context is shared between prompt and output.
 
+    History is taken in up to `history_max` prompt tokens; a message that needs more alone may have up to `prompt_max`.
+    """
+
+    history_max: int
     prompt_max: int
     _context: int
     _output_max: int
@@ -66,10 +70,15 @@ class Budget:
 
 
 def budget(context_tokens: int, output_tokens_max: int, asked: int | None) -> Budget:
-    """`asked` output tokens are kept free whole; when nothing was asked for, a quarter of the context is enough."""
-    output_max = output_tokens_max if asked is None else min(asked, output_tokens_max)
-    reserve = output_max if asked is not None else min(output_max, max(1, context_tokens // 4))
-    return Budget(context_tokens - reserve, context_tokens, output_max)
+    """`asked` output tokens are kept free whole. When nothing was asked for, history leaves a quarter of the context
+    free, and a long message a 32nd.
+    """
+    if asked is not None:
+        output_max = min(asked, output_tokens_max)
+        most = context_tokens - output_max
+        return Budget(most, most, context_tokens, output_max)
+    kept = [min(output_tokens_max, max(1, context_tokens // share)) for share in (4, 32)]
+    return Budget(context_tokens - kept[0], context_tokens - kept[1], context_tokens, output_tokens_max)
 
 
 def assemble(
@@ -77,13 +86,13 @@ def assemble(
     history: Sequence[Sequence[Piece]],
     message: Sequence[Piece],
     *,
-    limit: int,
+    room: Budget,
     skeleton: Callable[[tuple[str, ...]], Skeleton],
     stop_ids: frozenset[int],
 ) -> Context:
-    """The context with as much of `history` (turns, oldest first) as fits into `limit` tokens.
+    """The context with as much of `history` (turns, oldest first) as there is room for.
 
-    Raises ContextTooLongError when instructions and message alone do not fit.
+    Raises ContextTooLongError when instructions, pinned items and message alone do not fit.
     """
 
     def joined(dropped: int) -> list[int]:
@@ -92,20 +101,19 @@ def assemble(
         pieces = [*instructions, *pinned, *kept, *message]
         return join(pieces, skeleton(tuple(piece.role for piece in pieces)), stop_ids)
 
-    ids = joined(0)
-    if len(ids) <= limit:
+    ids, low, high = joined(0), 1, len(history)
+    if len(ids) <= room.history_max:
         return Context(ids)
     # Dropping more never makes it longer, so the fewest turns to drop are found by halving.
-    low, high = 1, len(history)
     while low < high:
         middle = (low + high) // 2
-        if len(joined(middle)) <= limit:
+        if len(joined(middle)) <= room.history_max:
             high = middle
         else:
             low = middle + 1
-    ids = joined(high) if history else ids
-    if len(ids) > limit:
-        raise ContextTooLongError(len(ids), limit)
+    ids = joined(high)
+    if len(ids) > room.prompt_max:
+        raise ContextTooLongError(len(ids), room.prompt_max)
     return Context(ids, turns_dropped=high)
 
 

@@ -8,6 +8,7 @@ from services.conversation.conversations import Conversations
 from services.conversation.figures import Figures
 from services.conversation.guards import Guards
 from services.conversation.input_check import InputCheck
+from services.conversation.marks import QueuedMarks
 from services.conversation.prompts import load_models
 from services.conversation.queueing import Queueing
 from services.conversation.sending import Sender
@@ -44,6 +45,7 @@ def compose(
     store, logs = Store(pool), LogStore(bus, names)
     queueing, shards = Queueing(bus, logs), Shards(bus, names, settings.log_shards)
     archive = Archive(store, bus, journal, figures, log)
+    marks = QueuedMarks(store, log)
     models = load_models(catalog)
     sender = Sender(
         name=name,
@@ -56,6 +58,7 @@ def compose(
         check=InputCheck(bus, names, journal, figures, fail_open=settings.safety_fail_open),
         queueing=queueing,
         shards=shards,
+        marks=marks,
         archive=archive,
         journal=journal,
         figures=figures,
@@ -85,6 +88,7 @@ def compose(
         verbs=Verbs(name=name, names=names, store=store, logs=logs, bus=bus, archive=archive, journal=journal),
         archive=archive,
         guards=guards,
+        marks=marks,
         shards=shards,
         journal=journal,
         figures=figures,

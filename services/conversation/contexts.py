@@ -47,14 +47,14 @@ class Contexts:
         room = budget(card.context_tokens, card.output_tokens_max, echo.max_output_tokens)
         items = await encode_items(message.items, model)
         instructions = [] if echo.instructions is None else [Piece("system", await model.encode(echo.instructions))]
-        turns = await self._turns(message, parent_id, room.prompt_max)
+        turns = await self._turns(message, parent_id, room.history_max)
         history = [await turn_pieces(turn, model) for turn in turns]
         try:
             context = assemble(
                 instructions,
                 history,
                 [Piece(item.item.role, item.ids) for item in items],
-                limit=room.prompt_max,
+                room=room,
                 skeleton=model.skeleton,
                 stop_ids=model.stop_ids,
             )

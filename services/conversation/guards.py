@@ -63,7 +63,7 @@ class Guards:
                 continue
             if ended is not None:
                 await self._archive.store([ended])
-            await self._store.queued(row.reply_id)
+            await self._store.queued([row.reply_id])
             self._figures.requeued.inc()
             self._journal.note("outbox_requeued", row.reply_id, had_ended=ended is not None)
 

@@ -2,7 +2,7 @@
 
 idempotency key ─known─> attach                                  rows, key and outbox in one transaction
       │ new                                                       │
-      └─> model ─> input check │ context (side by side) ─> [quota] ─> begin ─> accepted, lane ─> mark it queued
+      └─> model ─> input check │ context (side by side) ─> [quota] ─> begin ─> accepted, lane ─> answer
                                                                   └ full ─> ended honestly, the key free again
 """
 
@@ -17,6 +17,7 @@ from services.conversation.contexts import Contexts, MessageContext
 from services.conversation.conversations import Conversations
 from services.conversation.figures import Figures
 from services.conversation.input_check import InputCheck
+from services.conversation.marks import QueuedMarks
 from services.conversation.prompts import PromptModel
 from services.conversation.queueing import Queueing
 from services.conversation.rows import Claim, IdempotencyKey, NewReply
@@ -59,6 +60,7 @@ class Sender:
         check: InputCheck,
         queueing: Queueing,
         shards: Shards,
+        marks: QueuedMarks,
         archive: Archive,
         journal: Journal,
         figures: Figures,
@@ -68,7 +70,7 @@ class Sender:
         self._name, self._names, self._models = name, names, models
         self._store, self._logs, self._contexts, self._check = store, logs, contexts, check
         self._conversations, self._queueing, self._shards, self._archive = conversations, queueing, shards, archive
-        self._journal, self._figures, self._log = journal, figures, log
+        self._marks, self._journal, self._figures, self._log = marks, journal, figures, log
         self._isolate = isolate_tenants
 
     async def send(self, message: SendMessage) -> Sent:
@@ -227,13 +229,7 @@ class Sender:
             raise
         if ended is not None:
             await self._archive.store([ended])
-        await self._mark_queued(request.accepted)
-
-    async def _mark_queued(self, accepted: Accepted) -> None:
-        try:
-            await self._store.queued(accepted.reply_id)
-        except StoreAwayError:  # the outbox queues it again, which is harmless
-            self._log.warning("not_marked_queued", reply_id=accepted.reply_id)
+        self._marks.note(request.reply_id)
 
     async def _give_up(self, accepted: Accepted, detail: str) -> None:
         """End it honestly. Whatever fails here, the sweeper finds a reply long past its deadline and does the rest."""

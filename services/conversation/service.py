@@ -13,6 +13,7 @@ from services.conversation import migrate
 from services.conversation.archive import Archive
 from services.conversation.figures import Figures
 from services.conversation.guards import Guards
+from services.conversation.marks import QueuedMarks
 from services.conversation.sending import Sender
 from services.conversation.shards import FILL_CHECK_S, Shards
 from services.conversation.store import Store, StoreAwayError
@@ -72,6 +73,7 @@ class ConversationService:
         verbs: Verbs,
         archive: Archive,
         guards: Guards,
+        marks: QueuedMarks,
         shards: Shards,
         journal: Journal,
         figures: Figures,
@@ -79,7 +81,7 @@ class ConversationService:
     ) -> None:
         self._models, self._log_shards, self._names = models, log_shards, names
         self._bus, self._pool, self._store, self._archive = bus, pool, store, archive
-        self._guards, self._shards, self._journal = guards, shards, journal
+        self._guards, self._marks, self._shards, self._journal = guards, marks, shards, journal
         self._figures, self._log = figures, log
         self._verbs = (
             _Verb("send", decoder(SendMessage).decode, sender.send),
@@ -135,6 +137,7 @@ class ConversationService:
                 group.create_task(self._again(self._guards.sweep, 5.0), name="sweeper")
                 group.create_task(self._again(self._guards.purge, 2.0), name="purges")
                 group.create_task(self._again(self._guards.claims, 300.0), name="claims")
+                group.create_task(self._marks.run(), name="marks")
                 group.create_task(self._journal.run(), name="journal")
         finally:
             await puller.close()

@@ -126,14 +126,14 @@ class Store:
                 return None
             return await _claim_of(conn, accepted.org, accepted.user, idempotency.key)
 
-    async def queued(self, reply_id: str) -> None:
-        """Its lane took the request: the outbox row goes."""
+    async def queued(self, reply_ids: Sequence[str]) -> None:
+        """Their lanes took the requests: the outbox rows go."""
         async with self._connection() as conn:
             await conn.execute(
-                "WITH sent AS (DELETE FROM outbox WHERE reply_id = $1),"
-                " known AS (UPDATE idempotency SET queued = true WHERE reply_id = $1)"
-                " UPDATE replies SET status = $2 WHERE id = $1 AND status = ANY($3)",
-                reply_id,
+                "WITH sent AS (DELETE FROM outbox WHERE reply_id = ANY($1)),"
+                " known AS (UPDATE idempotency SET queued = true WHERE reply_id = ANY($1))"
+                " UPDATE replies SET status = $2 WHERE id = ANY($1) AND status = ANY($3)",
+                reply_ids,
                 State.QUEUED.value,
                 guard(Event.QUEUED),
             )

@@ -80,9 +80,11 @@ async def until(condition: Callable[[], Awaitable[Any]], what: str, deadline_s: 
 class World:
     """One region: a bus, a database, conversation services, and a hand in place of router and replica."""
 
-    def __init__(self, server: MemoryServer, pool: Pool, stack: AsyncExitStack, postgres_url: str) -> None:
-        self.server, self.pool, self.stack, self.url = server, pool, stack, postgres_url
-        self.bus = server.bus()
+    def __init__(self, pool: Pool, stack: AsyncExitStack, postgres_url: str) -> None:
+        self.skipped_s = 0.0  # the server's clock is ahead by this
+        self.server = MemoryServer(now=lambda: clock.wall_s() + self.skipped_s)
+        self.pool, self.stack, self.url = pool, stack, postgres_url
+        self.bus = self.server.bus()
         self.store = Store(pool)
         self.logs = LogStore(self.bus, NAMES)
         self.metrics = Metrics()
@@ -184,7 +186,7 @@ async def _ended(task: asyncio.Task[None]) -> None:
 async def a_world(postgres_url: str) -> AsyncIterator[World]:
     async with AsyncExitStack() as stack:
         pool = await open_pool(postgres_url, name="test", stack=stack)
-        yield World(MemoryServer(), pool, stack, postgres_url)
+        yield World(pool, stack, postgres_url)
 
 
 def a_message(

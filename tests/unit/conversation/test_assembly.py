@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.conversation.assembly import (
+    Budget,
     ContextTooLongError,
     Piece,
     Skeleton,
@@ -35,8 +36,9 @@ def pieces(parts: list[tuple[str, str]]) -> list[Piece]:
     return [Piece(role, STUB.encode(text)) for role, text in parts]
 
 
-def assembled(instructions, history, message, limit=10_000):
-    return assemble(instructions, history, message, limit=limit, skeleton=MODEL.skeleton, stop_ids=STUB.stop_ids)
+def assembled(instructions, history, message, history_max=10_000, prompt_max=10_000):
+    room = Budget(history_max, prompt_max, 10_000, 10_000)
+    return assemble(instructions, history, message, room=room, skeleton=MODEL.skeleton, stop_ids=STUB.stop_ids)
 
 
 @given(messages)
@@ -67,29 +69,35 @@ def test_a_longer_context_begins_as_the_shorter_one_did(history, message, writte
     assert after[: len(before) + len(reply)] == before + reply
 
 
-@given(st.lists(messages, max_size=6), messages, messages, st.integers(1, 400))
-def test_the_oldest_turns_go_and_instructions_stay(instructions_parts, history_parts, message_parts, limit) -> None:
-    """What fits is the instructions, every pinned item, and the longest run of newest turns; else it is refused."""
+@given(st.lists(messages, max_size=6), messages, messages, st.integers(1, 400), st.integers(0, 100))
+def test_the_oldest_turns_go_and_instructions_stay(
+    instructions_parts, history_parts, message_parts, history_max, more
+) -> None:
+    """What fits is the instructions, every pinned item, and the longest run of newest turns. Without any turn a
+    message may be longer than with; past that it is refused.
+    """
     instructions = pieces(instructions_parts[0]) if instructions_parts else []
     history = [pieces([part]) for part in history_parts]
     message = pieces(message_parts)
 
     def whole(kept: int) -> list[int]:
-        pinned = [piece for turn in history[: len(history) - kept] for piece in turn if piece.role != "user"]
-        pinned = [piece for piece in pinned if piece.role in ("system", "developer")]
+        old = [piece for turn in history[: len(history) - kept] for piece in turn]
+        pinned = [piece for piece in old if piece.role in ("system", "developer")]
         rest = [piece for turn in history[len(history) - kept :] for piece in turn]
         every = [*instructions, *pinned, *rest, *message]
         return join(every, MODEL.skeleton(tuple(piece.role for piece in every)), STUB.stop_ids)
 
-    fitting = [kept for kept in range(len(history) + 1) if len(whole(kept)) <= limit]
-    if not fitting:
-        with pytest.raises(ContextTooLongError) as caught:
-            assembled(instructions, history, message, limit)
-        assert (caught.value.count, caught.value.limit) == (len(whole(0)), limit)
-    else:
-        context = assembled(instructions, history, message, limit)
+    fitting = [kept for kept in range(len(history) + 1) if len(whole(kept)) <= history_max]
+    if fitting:
+        context = assembled(instructions, history, message, history_max, history_max + more)
         assert context.ids == whole(max(fitting))
         assert context.turns_dropped == len(history) - max(fitting)
+    elif len(whole(0)) <= history_max + more:
+        assert assembled(instructions, history, message, history_max, history_max + more).ids == whole(0)
+    else:
+        with pytest.raises(ContextTooLongError) as caught:
+            assembled(instructions, history, message, history_max, history_max + more)
+        assert (caught.value.count, caught.value.limit) == (len(whole(0)), history_max + more)
 
 
 def test_a_stop_token_is_taken_off_only_where_the_template_writes_it() -> None:
@@ -108,7 +116,7 @@ def test_prompt_and_output_fit_the_context(context, output_max, asked, data) -> 
     room = budget(context, output_max, asked)
     prompt = data.draw(st.integers(1, room.prompt_max))
     output = room.output(prompt)
-    assert room.prompt_max >= 1
+    assert 1 <= room.history_max <= room.prompt_max
     assert prompt + output <= context
     assert 1 <= output <= output_max
     if asked is not None:
