@@ -1,0 +1,96 @@
+"""The step model fitted to samples."""
+
+import random
+
+import pytest
+
+from services.replica.core.step_fit import StepSample, StepTimes, fit, predict, tokens_within
+from services.replica.warm_up import ALONE_STEP_S, draw_test_token, step_budgets, warm_up
+from shared.errors import EngineError
+from shared.messages import StepModel
+from tests.unit.replica.machine import VOCABULARY, Script
+
+
+def measured(
+    base: float, per_token: float, per_context: float, noise: float = 0.0, count: int = 200
+) -> list[StepSample]:
+    rng = random.Random(4)
+    shapes = [(rng.randrange(1, 200), rng.randrange(1, 5_000)) for _ in range(count)]
+    return [
+        StepSample(
+            tokens, context, (base + per_token * tokens + per_context * context) * (1 + rng.uniform(-noise, noise))
+        )
+        for tokens, context in shapes
+    ]
+
+
+def test_an_exact_model_is_found_again():
+    """From steps that follow a model, that model comes out."""
+    model = fit(measured(0.02, 0.003, 2e-6))
+    assert (model.base_s, model.per_token_s, model.per_context_s) == pytest.approx((0.02, 0.003, 2e-6), rel=1e-4)
+
+
+def test_noise_moves_it_little():
+    """With a fifth of noise the prediction is within a tenth."""
+    model = fit(measured(0.02, 0.003, 2e-6, noise=0.2))
+    assert predict(model, 50, 1_000) == pytest.approx(0.02 + 0.15 + 0.002, rel=0.1)
+
+
+def test_no_part_is_ever_negative():
+    """Where more context happened to be faster, context counts nothing; where time is constant, so does all but the base."""
+    faster = [StepSample(1, context, 0.02 - context * 1e-6) for context in (10, 1_000, 5_000)]
+    assert fit(faster).per_context_s == 0
+    constant = fit([StepSample(1, 1, 0.02), StepSample(64, 8192, 0.02)])
+    assert predict(constant, 500, 100) == pytest.approx(0.02, rel=0.01)
+    assert min(constant.base_s, constant.per_token_s, constant.per_context_s) >= 0
+
+
+def test_one_sample_is_enough_to_start():
+    """The model of a single step predicts that step."""
+    assert predict(fit([StepSample(8, 100, 0.05)]), 8, 100) == pytest.approx(0.05, rel=1e-3)
+    with pytest.raises(ValueError):
+        fit([])
+
+
+def test_a_running_engine_follows_its_machine_and_forgets_neither_kind_of_step():
+    """After many slower decodes the decode is predicted slower, while prompts are still known from warm-up."""
+    times = StepTimes(measured(0.01, 0.002, 0.0))
+    for _ in range(300):
+        times.observe(StepSample(1, 100, 0.03), only_decodes=True)
+    assert predict(times.model, 1, 100) == pytest.approx(0.03, rel=0.35)
+    assert predict(times.model, 150, 150) > 0.2
+
+
+def test_budgets_follow_the_measured_step():
+    """A fast machine computes long chunks, a slow one short ones, in whole blocks; what was asked for stands."""
+    slow = StepModel(base_s=0.03, per_token_s=0.003)
+    alone, mixed = step_budgets(slow, running_max=8, alone=0, mixed=0)
+    assert (alone % 16, mixed) == (0, 16)
+    assert predict(slow, alone, 0) <= ALONE_STEP_S
+    assert step_budgets(StepModel(base_s=0.0, per_token_s=0.0), running_max=8, alone=0, mixed=0) == (512, 512)
+    assert step_budgets(slow, running_max=64, alone=0, mixed=0)[0] == 80, "all decodes and a block"
+    assert step_budgets(slow, running_max=8, alone=100, mixed=50) == (100, 50)
+    assert tokens_within(slow, 0.01) == 0
+
+
+def test_warm_up_measures_every_shape_that_fits():
+    """Each shape gives its prompt step and its decodes; what does not fit is left out, and nothing fitting is an error."""
+    ticks = iter(range(10_000))
+    samples = warm_up(Script(), VOCABULARY, [(1, 16), (4, 8)], lambda: next(ticks) * 1e-4)
+    assert [(sample.tokens, sample.context_tokens) for sample in samples] == [
+        (16, 16),
+        (1, 17),
+        (1, 18),
+        (32, 32),
+        (4, 36),
+        (4, 40),
+    ]
+    assert all(sample.seconds > 0 for sample in samples)
+    with pytest.raises(EngineError, match="memory"):
+        warm_up(Script(), VOCABULARY, [(1 << 20, 16)], lambda: 0.0)
+
+
+def test_a_test_token_outside_the_vocabulary_is_no_readiness():
+    """A model that draws ids its tokenizer does not know fails at the start, not in front of a user."""
+    with pytest.raises(EngineError, match="do not fit"):
+        draw_test_token(Script({"0": [len(VOCABULARY)]}), VOCABULARY, lambda: 0.0)
