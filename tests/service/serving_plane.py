@@ -29,7 +29,8 @@ from services.router.service import RouterService
 from services.router.settings import RouterSettings
 from shared import clock
 from shared.blocks import block_hashes
-from shared.bus.memory import MemoryBus, MemoryServer
+from shared.bus import Bus
+from shared.bus.memory import MemoryServer
 from shared.catalog import Catalog, ModelCard
 from shared.errors import EngineError
 from shared.log_store import LogStore
@@ -199,7 +200,7 @@ class Running:
     """A service in this process, with its own connection."""
 
     service: RouterService | ReplicaService
-    bus: MemoryBus
+    bus: Bus
     task: asyncio.Task[None]
     engine: PlaceEngine | None = None
 
@@ -213,23 +214,32 @@ class Running:
 class Plane:
     """A region: its server, what was sent, and what became of it."""
 
-    def __init__(self) -> None:
-        self.server = MemoryServer()
-        self.bus = self.server.bus()
-        self.store = LogStore(self.bus, NAMES)
+    def __init__(self, server: MemoryServer | None = None) -> None:
+        self.server = server or MemoryServer()
         self.running: dict[str, Running] = {}
         self.flagged = False
         self._prompts: dict[str, GenerateRequest] = {}
 
+    async def connect(self, user: str) -> Bus:
+        """A connection for a service; on a real server as its own user."""
+        return self.server.bus()
+
+    async def apply(self) -> "Plane":
+        """The test's own connection, and an empty region."""
+        self.bus = await self.connect("ops")
+        self.store = LogStore(self.bus, NAMES)
+        await self.bus.apply(*topology(NAMES, [MODEL]))
+        return self
+
     async def router(self, name: str = "router-1", **settings) -> Running:
-        bus = self.server.bus()
+        bus = await self.connect("router")
         made = RouterService(
             RouterSettings(name=name, catalog=__file__, **settings), CATALOG, bus, Metrics(), structlog.get_logger()
         )
         return await self._run(name, made, bus)
 
     async def replica(self, name: str = "replica-1", *, engine: PlaceEngine | None = None, **settings) -> Running:
-        bus, engine = self.server.bus(), engine or PlaceEngine()
+        bus, engine = await self.connect("replica"), engine or PlaceEngine()
         made = ReplicaService(
             ReplicaSettings(name=name, model=MODEL, stub=True, **settings),
             bus,
@@ -240,7 +250,7 @@ class Plane:
         return await self._run(name, made, bus, engine)
 
     async def _run(
-        self, name: str, service: RouterService | ReplicaService, bus: MemoryBus, engine: PlaceEngine | None = None
+        self, name: str, service: RouterService | ReplicaService, bus: Bus, engine: PlaceEngine | None = None
     ) -> Running:
         await service.start()
         running = Running(service, bus, asyncio.create_task(service.run(), name=name), engine)
@@ -392,10 +402,9 @@ async def _patience(what: str) -> AsyncIterator[None]:
 
 
 @asynccontextmanager
-async def plane() -> AsyncIterator[Plane]:
+async def plane(made: Plane | None = None) -> AsyncIterator[Plane]:
     """A region that is applied and empty; every service started in it is ended with it."""
-    region = Plane()
-    await region.bus.apply(*topology(NAMES, [MODEL]))
+    region = await (made or Plane()).apply()
     safety = asyncio.create_task(region.safety())
     try:
         yield region
@@ -404,3 +413,6 @@ async def plane() -> AsyncIterator[Plane]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        for one in region.running.values():
+            await one.bus.close()
+        await region.bus.close()
