@@ -269,6 +269,13 @@ def test_a_refusal_sends_the_reply_back_to_wait_and_does_not_count(reason):
     assert said(talk.commands, ev.AppendOpen).entry == opened(2, "r2", returned=1)
 
 
+def test_a_refused_last_attempt_is_not_the_last():
+    """Two attempts were lost, the third was refused: it may still be tried elsewhere."""
+    talk = Talk(delivered(), opened(1), opened(2), opened(3))
+    talk.read()
+    assert kinds(talk.answer(ev.DispatchDeclined, reason="full")) == ["Place"]
+
+
 def test_an_attempt_that_was_over_at_the_replica_counts():
     """Dispatched again under a standing open, it turns out to have run there: not given back, spent."""
     talk = Talk(delivered(2), opened(router=OTHER))
@@ -332,6 +339,13 @@ def test_an_open_that_never_reached_its_replica_is_dispatched_by_whoever_holds_t
     talk.read()
     command = said(talk.answer(ev.Answered, running=False, attempt=0, router=""), ev.SendDispatch)
     assert (command.replica, command.dispatch.attempt, command.dispatch.open_seq) == ("r1", 1, 2)
+
+
+def test_a_replica_that_runs_a_later_attempt_knows_more_of_the_log():
+    """Nothing is dispatched under an open that was followed by another: the log is read again."""
+    talk = Talk(delivered(2), opened(router=OTHER))
+    talk.read()
+    assert kinds(talk.answer(ev.Answered, running=True, attempt=2, router=OTHER)) == ["ReadLog"]
 
 
 def test_what_was_written_and_is_not_running_goes_on_elsewhere():
