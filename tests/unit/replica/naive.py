@@ -46,8 +46,8 @@ def random_weights(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torc
 
 
 @torch.inference_mode()
-def naive_logits(config: ModelConfig, weights: Weights, ids: Sequence[int]) -> torch.Tensor:
-    """[vocab]: the logits after the last of `ids`."""
+def naive_logits(config: ModelConfig, weights: Weights, ids: Sequence[int], rows: int = 1) -> torch.Tensor:
+    """[rows, vocab]: the logits after each of the last `rows` of `ids`."""
     x = weights.embedding[torch.tensor(list(ids))]
     length = len(ids)
     pairs = torch.arange(config.head_dim // 2, dtype=torch.float64)
@@ -67,14 +67,14 @@ def naive_logits(config: ModelConfig, weights: Weights, ids: Sequence[int]) -> t
         x = x + torch.cat(mixed, dim=-1) @ layer.attention_out.T
         gate, up = (_norm(x, layer.ffn_norm, config.eps) @ layer.gate_up.T).split(config.ffn, dim=-1)
         x = x + (gate * gate.sigmoid() * up) @ layer.down.T
-    return _norm(x[-1], weights.final_norm, config.eps) @ weights.head.T
+    return _norm(x[-rows:], weights.final_norm, config.eps) @ weights.head.T
 
 
 def naive_greedy(config: ModelConfig, weights: Weights, ids: Sequence[int], count: int) -> list[int]:
     """`count` greedy tokens after `ids`."""
     grown = list(ids)
     for _ in range(count):
-        grown.append(int(naive_logits(config, weights, grown).argmax()))
+        grown.append(int(naive_logits(config, weights, grown)[0].argmax()))
     return grown[len(ids) :]
 
 

@@ -50,7 +50,7 @@ def alone(family: int, length: int, how: int) -> tuple[tuple[int, ...], EndReaso
     ids, sampling, written = list(prompt(family, length)), SAMPLINGS[how], []
     while len(written) < BUDGET:
         params = SampleParams(sampling, family, len(written), tuple(ids), tuple(written))
-        written += sample(naive_logits(CONFIG, WEIGHTS, [*ids, *written])[None, :], [params])
+        written += sample(naive_logits(CONFIG, WEIGHTS, [*ids, *written]), [params])
         if written[-1] in VOCABULARY.stop_ids:
             return tuple(written), EndReason.STOP_TOKEN
     return tuple(written), EndReason.MAX_TOKENS
