@@ -16,6 +16,11 @@ def now_s() -> float:
     return time.monotonic()
 
 
+def sleep(seconds: float) -> None:
+    """Blocks this thread: for a process that has no event loop."""
+    time.sleep(seconds)
+
+
 def random_seed() -> int:
     """A sampling seed, drawn when the client gave none; 63 bits."""
     return int.from_bytes(os.urandom(8), "big") >> 1

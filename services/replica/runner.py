@@ -2,6 +2,7 @@
 
 A runner owns the memory behind the block numbers; the scheduler owns the numbers. A plan carries all it needs, so that
 a runner keeps nothing about sequences: token ids and positions to compute, block tables, how to sample.
+Pure: a port and its values.
 """
 
 from dataclasses import dataclass

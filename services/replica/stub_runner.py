@@ -4,13 +4,12 @@ Output token number p of a reply with seed s is a pure function of (s, p), so an
 reply. What it gives must never be read as a model's speed: its version says `stub`.
 """
 
-import time  # for its sleep: the pace
 from collections.abc import Callable
 
 from services.replica.core.plan import StepPlan, StepResult
 from services.replica.core.randomness import draw
 from services.replica.runner import RunnerInfo
-from shared.clock import now_s
+from shared.clock import now_s, sleep
 from shared.tokenizer import STUB_WORD_FIRST, STUB_WORDS
 
 STUB_VERSION = "stub-1"
@@ -31,11 +30,11 @@ class StubRunner:
         blocks_total: int,
         context_max: int,
         clock: Callable[[], float] = now_s,
-        sleep: Callable[[float], None] = time.sleep,
+        wait: Callable[[float], None] = sleep,
     ) -> None:
         self.info = RunnerInfo(STUB_VERSION, blocks_total, context_max, STUB_WORD_FIRST + STUB_WORDS)
         self._step_s = 1.0 / tps if tps > 0 else 0.0
-        self._clock, self._sleep = clock, sleep
+        self._clock, self._wait = clock, wait
         self._due = 0.0
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -49,7 +48,7 @@ class StubRunner:
         now = self._clock()
         self._due = max(self._due, now - self._step_s) + self._step_s
         if self._due > now:
-            self._sleep(self._due - now)
+            self._wait(self._due - now)
 
     def close(self) -> None:
         pass

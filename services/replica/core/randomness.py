@@ -1,6 +1,7 @@
 """Counter-based randomness: a number is a function of (seed, position) and of nothing else.
 
 So a continuation on another replica draws what the lost one would have drawn, and a batch changes no one's draw.
+Pure: the seed is drawn elsewhere, once per reply.
 """
 
 _MASK = (1 << 64) - 1

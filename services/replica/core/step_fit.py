@@ -1,6 +1,7 @@
 """How long a step takes, fitted to measured steps: seconds = base + per_token * tokens + per_context * context tokens.
 
 Least squares over the samples. What would come out negative is left out, and the rest fitted again.
+Pure: the seconds are measured elsewhere.
 """
 
 from collections import deque

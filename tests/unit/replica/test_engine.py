@@ -191,7 +191,7 @@ def frame_of(body: bytes) -> bytes:
 
 
 def stub(tps: float, clock: Clock) -> StubRunner:
-    return StubRunner(tps=tps, blocks_total=64, context_max=512, clock=clock, sleep=clock.sleep)
+    return StubRunner(tps=tps, blocks_total=64, context_max=512, clock=clock, wait=clock.sleep)
 
 
 def test_a_stub_reply_is_a_function_of_its_seed():
