@@ -126,7 +126,7 @@ class Attempt:
         self._idle_end_s = idle_end_s
         self._natural: EndReason | None = None
         self._verdict_by: float | None = None
-        self._window = ""
+        self._texts: list[str] = []  # bounded by the budget
         self._last_append_s: float | None = None
         self._appended_at_extend = self.first_index
 
@@ -155,7 +155,7 @@ class Attempt:
             self.cached_tokens = cached_tokens
         self.writer.offer(ids, texts, cached_tokens)
         self.sampled_tokens += len(ids)
-        self._window = (self._window + "".join(texts))[-SAFETY_WINDOW_CHARS:]
+        self._texts.extend(texts)
         self._unsent_s = (self._unsent_s[0] if self._unsent_s else sampled_s, sampled_s)
 
     def finished(self, reason: EndReason, engine_s: float, now: float) -> list[Command]:
@@ -168,10 +168,11 @@ class Attempt:
             return self.fail(f"the engine ended it as {reason}")
         self._natural = reason
         self._go(Turn.FINISHED)
-        if not self._window:
+        window = "".join(self._texts)[-SAFETY_WINDOW_CHARS:]
+        if not window:
             return self.verdict(None, now)  # nothing was written: nothing to look at
         self._verdict_by = now + SAFETY_VERDICT_S
-        return [CheckWindow(self._window)]
+        return [CheckWindow(window)]
 
     def freed(self, engine_s: float) -> list[Command]:
         """The engine confirms an abort: blocks are free."""

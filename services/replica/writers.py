@@ -1,13 +1,15 @@
 """The logs this replica writes: when which chunk goes out, and what became of it. One timer for all of them.
 
-    engine report ──> attempts ──touch──> ready ──pump: due now──> append in flight ──> acked | refused | tried again
-                                            └────────── not yet: the timer of the earliest ──┘
+    engine report ──> attempts ──touch──> pump ──due now──> append in flight ──> acked | refused | tried again
+                                           │  ^                    │
+                             not yet due   v  │ timer              └── the next one of the same log
+                                        waiting
 
 There is no task per reply: an append in flight is a task for as long as it is in flight, at most one per log.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from typing import Any
 
 from prometheus_client import Counter, Histogram
@@ -24,6 +26,9 @@ from shared.token_log import Append
 
 HEADER_SAMPLED_AT = "Chorus-Sampled-At"  # "<first>,<last>": when the chunk's tokens were sampled, for benches
 
+_NEVER = float("inf")
+_TOGETHER_S = 0.001  # what is due this soon goes out with what is due now
+
 Perform = Callable[[Attempt, list[Command]], None]
 Spawn = Callable[[Coroutine[Any, Any, None]], object]
 
@@ -38,47 +43,58 @@ class Writers:
     ) -> None:
         self._store, self._perform, self._spawn, self._writing = store, perform, spawn, writing
         self._pace = ChunkPace()
-        self._ready: dict[Attempt, None] = {}
+        self._touched: dict[Attempt, None] = {}
+        self._waiting: dict[Attempt, None] = {}  # something to append, not yet due
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = _NEVER
         self._count = _Counts(metrics)
 
     def touch(self, attempt: Attempt) -> None:
-        """It may have something to append."""
-        self._ready[attempt] = None
+        """It may have something to append: looked at by the next `pump`."""
+        self._touched[attempt] = None
 
     def pump(self) -> None:
-        """Send what is due, and come back when the next is."""
+        """Send what is due of what was touched; a timer comes back for the rest."""
+        touched, self._touched = self._touched, {}
+        self._send_due(touched)
+
+    def _send_due(self, attempts: Iterable[Attempt]) -> None:
         now = clock.now_s()
         interval = self._pace.interval_s(self._writing())
-        earliest = float("inf")
-        for attempt in list(self._ready):
+        for attempt in attempts:
             due = attempt.due_at(interval)
-            if due is not None and due > now:
-                earliest = min(earliest, due)
-                continue
-            del self._ready[attempt]
-            append = attempt.next_append(now) if due is not None else None
-            if append is not None:
-                self._spawn(self._append(attempt, append))
-        self._set_timer(earliest - now)
+            if due is None:
+                self._waiting.pop(attempt, None)
+            elif due > now + _TOGETHER_S:
+                self._waiting[attempt] = None
+                self._wake_at(due, now)
+            else:
+                self._waiting.pop(attempt, None)
+                append = attempt.next_append(now)
+                if append is not None:
+                    self._spawn(self._append(attempt, append))
+
+    def _wake_at(self, due: float, now: float) -> None:
+        if due < self._timer_at:
+            if self._timer is not None:
+                self._timer.cancel()
+            self._timer_at = due
+            self._timer = asyncio.get_running_loop().call_later(due - now, self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer, self._timer_at = None, _NEVER
+        self._send_due(list(self._waiting))
 
     def close(self) -> None:
         """No more timers."""
-        self._set_timer(float("inf"))
-
-    def _set_timer(self, seconds: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        if seconds != float("inf"):
-            self._timer = asyncio.get_running_loop().call_later(seconds, self.pump)
+        self._timer, self._timer_at = None, _NEVER
 
     async def _append(self, attempt: Attempt, append: Append) -> None:
-        """One append until its outcome is known, then the next one when it is due already."""
-        commands = await self._until_known(attempt, append)
-        self._perform(attempt, commands)
-        self.touch(attempt)
-        self.pump()
+        """One append until its outcome is known, then the next of this log when it is due already."""
+        self._perform(attempt, await self._until_known(attempt, append))
+        self._send_due((attempt,))
 
     async def _until_known(self, attempt: Attempt, append: Append) -> list[Command]:
         headers = {HEADER_SAMPLED_AT: "{:.6f},{:.6f}".format(*attempt.sampled_s)}
