@@ -1,6 +1,6 @@
 """The scripted token source that proxies stand in front of: chat completions, one event per token, as fast as it can.
 
-    python -m bench.source PORT [TOKENS_PER_S]       0: as fast as possible
+python -m bench.source PORT [TOKENS_PER_S]       0: as fast as possible
 """
 
 import asyncio
