@@ -38,6 +38,16 @@ async def connected(server: RunningNats, user: str = "ops", errors: list[Excepti
     )
 
 
+@asynccontextmanager
+async def bus_of(server: RunningNats, user: str) -> AsyncIterator[Bus]:
+    name, password = server.user(user)
+    bus = await connect(server.url, user=name, password=password, inbox_prefix=inbox_prefix(user))
+    try:
+        yield bus
+    finally:
+        await bus.close()
+
+
 async def until(condition, what: str, deadline_s: float = 10.0) -> None:
     async with asyncio.timeout(deadline_s):
         while not condition():
@@ -68,17 +78,18 @@ async def test_nats_lets_nobody_in_without_the_password(nats_server: RunningNats
 
 async def test_an_asker_is_answered_in_its_own_inbox(nats_server: RunningNats):
     """The gateway asks conversation, and conversation may answer exactly where it was asked to."""
-    asker, answerer = await connected(nats_server, "gateway"), await connected(nats_server, "conversation")
+    subject = nats_server.names.conversation("get")
+    async with bus_of(nats_server, "gateway") as asker, bus_of(nats_server, "conversation") as answerer:
+        questions = await answerer.subscribe(subject)
 
-    async def answer(message) -> None:
-        await message.respond(b"here")
+        async def answer() -> None:
+            question = await questions.next(ANSWER_S)
+            assert question is not None
+            await answerer.publish(question.reply, b"here")
 
-    await answerer.subscribe(nats_server.names.conversation("get"), cb=answer)
-    await answerer.flush()
-    got = await asker.request(nats_server.names.conversation("get"), b"", timeout=ANSWER_S)
-    assert got.data == b"here"
-    await asker.close()
-    await answerer.close()
+        async with asyncio.TaskGroup() as group:
+            group.create_task(answer())
+            assert (await asker.request(subject, b"", timeout_s=ANSWER_S)).data == b"here"
 
 
 @pytest.mark.parametrize(
@@ -103,16 +114,6 @@ async def test_a_gateway_cannot_write_a_token_log(nats_server: RunningNats):
     await until(lambda: errors, "the server refused the publish")
     assert "permissions violation for publish" in str(errors[0]).lower()
     await client.close()
-
-
-@asynccontextmanager
-async def bus_of(server: RunningNats, user: str) -> AsyncIterator[Bus]:
-    name, password = server.user(user)
-    bus = await connect(server.url, user=name, password=password, inbox_prefix=inbox_prefix(user))
-    try:
-        yield bus
-    finally:
-        await bus.close()
 
 
 @pytest.mark.parametrize("user", ["conversation", "router"])
