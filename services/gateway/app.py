@@ -23,7 +23,7 @@ from services.gateway.http import (
 )
 from shared import clock
 from shared.errors import BusError, ConfigError, RefusedError
-from shared.limits import BODY_BYTES_MAX, BODY_READ_S, HEADER_BYTES_MAX
+from shared.limits import BODY_BYTES_MAX, CONNECTIONS_MAX, HEAD_READ_S, HEADER_BYTES_MAX
 from shared.service import HealthDoors
 from shared.telemetry import Log
 
@@ -66,29 +66,27 @@ def _envelope(draining: Draining, log: Log) -> Middleware:
     async def envelope(request: web.Request, handler: _Handler) -> web.StreamResponse:
         request_id = request[REQUEST_NAME] = f"req_{clock.random_token()}"
         try:
-            await _let_in(request, draining)
+            _let_in(request, draining)
             response = await handler(request)
         except Exception as error:  # noqa: BLE001 - every kind has its answer; what has none is logged, a 500
             response = _answer_to(error, log.bind(request_id=request_id, path=request.path))
         if not response.prepared:
             response.headers[REQUEST_ID] = request_id
+            if draining.on:
+                response.force_close()  # the next request of this client goes elsewhere
         return response
 
     return envelope
 
 
-async def _let_in(request: web.Request, draining: Draining) -> None:
-    """Bounds that hold for every address; the body is read here, so that none is waited for without an end."""
+def _let_in(request: web.Request, draining: Draining) -> None:
+    """Bounds that hold for every address; raises what is said instead."""
+    if isinstance(request.protocol, _Protocol):
+        request.protocol.heard()
     if headers_too_large(request.raw_headers):
         raise ProblemError(problem_of_status(431, _SENTENCES[431]))
     if draining.on and request.path.startswith("/v1/"):
         raise unavailable("This gateway is shutting down: ask another.")
-    if request.can_read_body:
-        try:
-            async with asyncio.timeout(BODY_READ_S):
-                await request.read()
-        except TimeoutError:
-            raise ProblemError(problem_of_status(408, "The body did not come in time.")) from None
 
 
 def _answer_to(error: Exception, log: Log) -> web.Response:
@@ -133,8 +131,39 @@ def _add_page(app: web.Application, web_dir: Path) -> None:
     app.on_response_prepare.append(harden)
 
 
+class _Connections:
+    """How many connections stand."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
 class _Protocol(web.RequestHandler):
-    """What cannot even be parsed is answered in the same shape as everything else."""
+    """One connection: counted, not waited for without an end, and answered in one shape even when it makes no sense."""
+
+    def __init__(self, manager: web.Server, connections: _Connections, **options: Any) -> None:
+        super().__init__(manager, **options)
+        self._connections = connections
+        self._patience: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        self._connections.count += 1
+        if self._connections.count > CONNECTIONS_MAX:
+            self.force_close()
+        else:
+            self._patience = asyncio.get_running_loop().call_later(HEAD_READ_S, self.force_close)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._connections.count -= 1
+        self.heard()
+        super().connection_lost(exc)
+
+    def heard(self) -> None:
+        """The first request is here."""
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
 
     def handle_error(
         self,
@@ -172,8 +201,10 @@ async def listen(stack: AsyncExitStack, app: web.Application, host: str, port: i
         "max_field_size": HEADER_BYTES_MAX,
     }
 
+    connections = _Connections()
+
     def protocol() -> _Protocol:
-        return _Protocol(manager, loop=loop, **bounds)
+        return _Protocol(manager, connections, loop=loop, **bounds)
 
     try:
         server = await loop.create_server(protocol, host, port, backlog=1024, reuse_address=True)

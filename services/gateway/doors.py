@@ -1,5 +1,6 @@
 """The OpenAI-compatible doors: each handler is one demand, from headers to answer."""
 
+import asyncio
 import functools
 from collections.abc import Awaitable, Callable
 
@@ -13,10 +14,12 @@ from services.gateway.events import ChatEvents, Events, ResponseEvents, terminal
 from services.gateway.http import (
     REPLY_ID,
     SSE_HEADERS,
+    ProblemError,
     bad_request,
     encode_events,
     idempotency_key,
     not_found,
+    problem_of_status,
     resume_point,
 )
 from services.gateway.live import LiveStream, whole_reply
@@ -39,6 +42,7 @@ from shared import clock
 from shared.catalog import Catalog
 from shared.errors import RefusedError
 from shared.ids import reply_of_chat, reply_place
+from shared.limits import BODY_READ_S
 from shared.messages import Principal, ReplyRef, ReplyView
 from shared.outcomes import EndReason, Refusal, RefusalKind
 from shared.telemetry import Log
@@ -56,6 +60,14 @@ class Demand:
 
     def __init__(self, request: web.Request, principal: Principal, request_id: str, asked_s: float) -> None:
         self.http, self.principal, self.request_id, self.asked_s = request, principal, request_id, asked_s
+
+    async def body(self) -> bytes:
+        """Raises ProblemError 408 when it does not come in time; aiohttp's own 413 when it is too large."""
+        try:
+            async with asyncio.timeout(BODY_READ_S):
+                return await self.http.read()
+        except TimeoutError:
+            raise ProblemError(problem_of_status(408, "The body did not come in time.")) from None
 
     @property
     def headers(self) -> CIMultiDictProxy[str]:
@@ -128,7 +140,7 @@ class Doors:
     # --- responses -------------------------------------------------------------------------------------------
 
     async def create_response(self, demand: Demand) -> web.StreamResponse:
-        asked = parse_response(await demand.http.read(), self._catalog)
+        asked = parse_response(await demand.body(), self._catalog)
         reply_id = await self._send(demand, asked)
         if asked.stream:
             events = ResponseEvents(token_ids=asked.token_ids)
@@ -179,7 +191,7 @@ class Doors:
     # --- chat completions ------------------------------------------------------------------------------------
 
     async def create_chat(self, demand: Demand) -> web.StreamResponse:
-        asked = parse_chat(await demand.http.read(), self._catalog)
+        asked = parse_chat(await demand.body(), self._catalog)
         reply_id = await self._send(demand, asked)
         if asked.stream:
             events = ChatEvents(include_usage=asked.include_usage, token_ids=asked.token_ids)

@@ -23,7 +23,7 @@ from shared.limits import SLOW_READER_S
 from shared.messages import Open, ReplyView
 from shared.telemetry import Log
 
-_FIRST_WORD_S = 0.5  # a stream that has nothing to say yet shows itself alive after this
+_FIRST_WORD_S = 0.1  # a stream that has nothing to say yet shows itself alive after this
 
 Stored = Callable[[], Awaitable[ReplyView]]
 
@@ -36,6 +36,7 @@ class Outcome(StrEnum):
     CLIENT_LEFT = "client_left"
     SLOW = "slow"  # the client took nothing for SLOW_READER_S
     NO_RELAY = "no_relay"
+    FAULT = "fault"  # ours; logged where it is answered
 
 
 class LiveStream:
@@ -66,12 +67,15 @@ class LiveStream:
 
     async def run(self) -> web.StreamResponse:
         """Until the reply ends or the client is gone; the connection is dropped when it may be resumed."""
-        outcome, began_s = Outcome.CLIENT_LEFT, clock.now_s()
+        outcome, began_s = Outcome.FAULT, clock.now_s()
         try:
             await self._response.prepare(self._request)
             outcome = await self._pump()
             if outcome in (Outcome.ENDED, Outcome.BROKEN):
                 await self._response.write_eof()
+        except asyncio.CancelledError:
+            outcome = Outcome.CLIENT_LEFT
+            raise
         except ConnectionError:
             outcome = Outcome.CLIENT_LEFT
         except TimeoutError:
@@ -93,7 +97,9 @@ class LiveStream:
                 await self._write(PING)
                 continue
             if batch.closing == "gone":
-                return await self._finish_from_store()
+                if (outcome := await self._without_log()) is not None:
+                    return outcome
+                continue
             await self._show(batch)
             self._stream.written(batch.frames)
             if self._events.fold.end is not None:
@@ -126,13 +132,18 @@ class LiveStream:
         if self._written_s - began_s > 1.0:
             self._blame(StallCause.CLIENT)
 
-    async def _finish_from_store(self) -> Outcome:
-        """The log is gone. What is stored goes on where we are, when nothing or everything was shown."""
+    async def _without_log(self) -> Outcome | None:
+        """The log is gone. What is stored goes on where we are, when nothing or everything was shown.
+
+        A reply that is still being written is written anew, from its beginning: None, and what comes again is skipped.
+        """
         fold = self._events.fold
         try:
             view = await self._stored()
         except RefusedError as refused:
             return await self._break(refused.refusal.code, refused.refusal.message)
+        if view.reason is None and await self._stream.start_over():
+            return None
         tokens = view.usage.output_tokens if view.usage is not None else 0
         if view.reason is None or fold.tokens not in (0, tokens):
             return await self._break(
@@ -189,9 +200,11 @@ async def whole_reply(stream: ReplyStream, fold: ReplyFold, stored: Stored) -> R
                 continue
             if batch.closing == "gone":
                 view = await stored()
-                if view.reason is None:
+                if view.reason is not None:
+                    return view
+                if not await stream.start_over():
                     raise unavailable("The reply is still being written, but its log cannot be read.")
-                return view
+                continue
             for item in batch.items:
                 if fold.end is None:
                     fold.add(item)

@@ -31,7 +31,7 @@ class GatewayService:
         self._names = Names(settings.region)
         conversation = Conversation(bus, self._names)
         self._keys = Keys(conversation)
-        self._relays = Relays(bus, self._names, settings.name, metrics, log)
+        self.relays = Relays(bus, self._names, settings.name, metrics, log)
         self._draining = Draining()
         self._revocations: Subscription | None = None
         self.health = HealthDoors(self, metrics)
@@ -40,7 +40,7 @@ class GatewayService:
             catalog=catalog,
             keys=self._keys,
             conversation=conversation,
-            relays=self._relays,
+            relays=self.relays,
             measures=Measures(metrics),
             log=log,
         )
@@ -53,11 +53,11 @@ class GatewayService:
     async def start(self) -> None:
         if self._revocations is None:
             self._revocations = await self._bus.subscribe(self._names.keys)
-            await self._relays.start()
+            await self.relays.start()
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
-            group.create_task(self._relays.run(), name="gateway.streams")
+            group.create_task(self.relays.run(), name="gateway.streams")
             group.create_task(self._hear_revocations(), name="gateway.keys")
 
     async def drain(self, deadline_s: float) -> None:
@@ -65,7 +65,7 @@ class GatewayService:
         self._draining.on = True
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(deadline_s):
-                await self._relays.idle.wait()
+                await self.relays.idle.wait()
 
     def ready(self) -> str | None:
         if self._revocations is None:

@@ -90,6 +90,7 @@ class ReplyStream:
         self._lost: str | None = "new"  # why it must be opened (again); "closed": never
         self._doubt: str | None = None
         self._tries = 0
+        self._gone_s: float | None = None
         self._lost_s = clock.now_s()
         self._waiter: asyncio.Future[None] | None = None
 
@@ -114,6 +115,16 @@ class ReplyStream:
         if 2 * self._owed >= STREAM_CREDITS and self._lost is None:
             self._relays.say(self._credit_subject, Credit(stream_id=self._id, count=self._owed))
             self._owed = 0
+
+    async def start_over(self) -> bool:
+        """After `gone`: the log may be written anew, so follow it from its first entry; False when it took too long."""
+        await asyncio.sleep(RELAY_TRY_S)
+        now = clock.now_s()
+        self._gone_s = self._gone_s or now
+        if now - self._gone_s > RELAY_GONE_S:
+            return False
+        self._lost, self._lost_s, self._last_seq = "gone", now, 0
+        return True
 
     def close(self) -> None:
         """The client has all, or has left. Idempotent, and never waits."""
@@ -371,7 +382,7 @@ class Relays:
                 was_down = True
                 continue
             if was_down or self._frames.dropped != dropped:
-                self._lose_all("bus" if was_down else "dropped")
+                self.lose_all("bus" if was_down else "dropped")
                 was_down, dropped = False, self._frames.dropped
                 self._heard_s = dict.fromkeys(self._heard_s, now)
             self._judge(now)
@@ -390,7 +401,8 @@ class Relays:
             if now - self._heard_s[relay] > _RELAY_FORGET_S:
                 del self._heard_s[relay]
 
-    def _lose_all(self, why: str) -> None:
+    def lose_all(self, why: str) -> None:
+        """Frames of any stream may be lost."""
         for stream in list(self._streams.values()):
             stream.lose(why)
 

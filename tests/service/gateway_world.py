@@ -121,6 +121,8 @@ class FakeRelay:
         self.skip_number_once = False
         self.notices: dict[str, list[Notice]] = {}
         self.paused = False
+        self.hold_opens = asyncio.Event()  # cleared: opens are heard and not answered
+        self.hold_opens.set()
         self._stack = contextlib.AsyncExitStack()
 
     async def start(self) -> None:
@@ -165,6 +167,7 @@ class FakeRelay:
         async for message in self._opens:
             request = decoder(OpenStream).decode(message.data)
             self.opens.append(request)
+            await self.hold_opens.wait()
             log = self.world.logs.get(request.reply_id)
             if self.refuse is not None:
                 await self.bus.publish(message.reply, encode(self.refuse))

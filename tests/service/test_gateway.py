@@ -8,6 +8,7 @@ import aiohttp
 import openai
 import pytest
 
+from services.gateway import app, doors
 from services.gateway.events import terminal_event
 from shared.ids import chat_id
 from shared.limits import BODY_BYTES_MAX
@@ -155,6 +156,7 @@ async def test_withdrawn_text_is_shown_nowhere(world, http):
             assert "Hello" not in raw
             assert "101" not in raw.replace(reply_id, "").replace(reply_id[5:], "")
             assert "content_filter" in raw
+            assert '"chorus"' not in raw or '"token_ids":[]' in raw
 
 
 async def test_a_stop_ends_the_stream_as_cancelled(world, http):
@@ -299,6 +301,46 @@ async def test_what_is_not_http_is_answered_in_the_same_shape(world):
     head, _, body = raw.partition(b"\r\n\r\n")
     assert head.split(b" ")[1] == b"400"
     assert set(json.loads(body)["error"]) == {"message", "type", "param", "code"}
+
+
+async def test_a_stranger_is_turned_away_before_the_body_is_waited_for(world):
+    """Without a valid key the answer comes at once, however long the body that was announced."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(world.url.rsplit(":", 1)[1]))
+    writer.write(b"POST /v1/responses HTTP/1.1\r\nHost: x\r\nContent-Length: 4000000\r\n\r\n")
+    async with asyncio.timeout(5):
+        assert (await reader.readline()).split(b" ")[1] == b"401"
+    writer.close()
+
+
+async def test_what_never_comes_is_not_waited_for(world, monkeypatch):
+    """A body that stays away is a 408; a connection that asks nothing is closed."""
+    monkeypatch.setattr(doors, "BODY_READ_S", 0.1)
+    monkeypatch.setattr(app, "HEAD_READ_S", 0.1)
+    port = int(world.url.rsplit(":", 1)[1])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    head = f"POST /v1/responses HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 9\r\n\r\n"
+    writer.write(head.encode())
+    async with asyncio.timeout(5):
+        assert (await reader.readline()).split(b" ")[1] == b"408"
+    writer.close()
+    for first_bytes in (b"", b"GET /healthz HT"):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(first_bytes)
+        async with asyncio.timeout(5):
+            assert await reader.read() == b""
+        writer.close()
+
+
+async def test_connections_past_the_bound_are_closed_as_they_come(world, monkeypatch):
+    """One gateway holds a bounded number of connections; when one leaves there is room again."""
+    monkeypatch.setattr(app, "CONNECTIONS_MAX", 1)
+    async with world.client() as first, world.client() as second:
+        async with first.get("/healthz") as response:
+            assert response.status == 200
+        with pytest.raises(aiohttp.ClientConnectionError):
+            await second.get("/healthz")
+    async with world.client() as third, third.get("/healthz") as response:
+        assert response.status == 200
 
 
 async def test_a_revoked_key_is_out_at_the_word_on_the_bus(world, http):

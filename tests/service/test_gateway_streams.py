@@ -1,6 +1,7 @@
 """Streams when things go wrong: relays that die, frames that are lost, clients that leave or do not read."""
 
 import asyncio
+import contextlib
 import json
 import socket
 
@@ -11,7 +12,7 @@ from services.gateway import conversation_client, live, streams
 from shared.limits import GATEWAY_STREAMS_MAX, STREAM_CREDITS
 from shared.messages import Notice
 from shared.outcomes import RefusalKind
-from tests.service.gateway_world import KEY, World, chunk, end, eventually, opened, refused
+from tests.service.gateway_world import KEY, Log, World, chunk, end, eventually, opened, refused
 from tests.unit.gateway.sse_reader import parse_sse
 
 STREAM = {"input": "hi", "stream": True}
@@ -61,6 +62,13 @@ class Writer:
     @property
     def text(self):
         return "".join(f" {n}" for n in range(self.count))
+
+
+async def leave(asking):
+    """The client goes, whether its answer has begun or not."""
+    asking.cancel()
+    with contextlib.suppress(asyncio.CancelledError):
+        (await asking).close()
 
 
 async def read_until(response, what, raw=b""):
@@ -191,6 +199,52 @@ async def test_a_log_that_expires_under_a_stream_ends_it_honestly(world, http):
     assert text_of(bodies) == " 0 1"
 
 
+@pytest.mark.parametrize("body", [STREAM, {"input": "hi"}], ids=["streamed", "waiting for the whole"])
+async def test_a_log_that_is_lost_and_written_anew_goes_on_without_a_repeated_word(world, http, body):
+    """When the bucket was lost the reply is written again as one chunk: what was shown is skipped, the rest follows."""
+    writer = Writer(world)
+    relay = world.relays[0]
+    asking = asyncio.create_task(http.post("/v1/responses", json=body).__aenter__())
+    await writer.ready.wait()
+    writer.write(2)
+    await eventually(lambda: relay.frames_sent >= 1, "some of it was sent")
+    (reply_id,) = world.logs
+    old = world.logs[reply_id]
+    old.alive = False
+    await relay.leave("gone")
+    await eventually(lambda: len(relay.opens) >= 2, "the stream asks again")
+    world.logs[reply_id] = Log()
+    world.logs[reply_id].append(old.items[0].entry, opened(), chunk(0, [f" {n}" for n in range(4)]), end())
+    async with await asking as response:
+        raw = await response.read()
+    text = text_of(bodies_of(raw)) if body is STREAM else json.loads(raw)["output"][0]["content"][0]["text"]
+    assert text == " 0 1 2 3"
+
+
+async def test_frames_that_may_be_lost_while_a_stream_opens_are_asked_for_again(world, http):
+    """The bus drops frames while the open is under way: the stream opens once more instead of trusting itself whole."""
+    relay = world.relays[0]
+    relay.hold_opens.clear()
+    async with http.post("/v1/responses", json=STREAM) as response:
+        await eventually(lambda: relay.opens, "the open is under way")
+        world.gateway.relays.lose_all("dropped")
+        relay.hold_opens.set()
+        assert text_of(bodies_of(await response.read())) == "Hello world!"
+    assert len(relay.opens) == 2
+
+
+async def test_a_stream_whose_open_was_never_answered_is_let_go(world, http, monkeypatch):
+    """The client left before the relay answered: the relay is told that nobody waits."""
+    relay = world.relays[0]
+    async with http.post("/v1/responses", json=STREAM) as response:
+        await response.read()
+    relay.hold_opens.clear()
+    asking = asyncio.create_task(http.post("/v1/responses", json=STREAM).__aenter__())
+    await eventually(lambda: len(relay.opens) == 2, "the open is under way")
+    await leave(asking)
+    await eventually(lambda: relay.opens[1].stream_id in relay.closed, "the relay knows")
+
+
 async def test_notices_reach_whoever_waits_and_are_not_replayed(world, http):
     """Position and ETA come while queued; a later stream of the same reply starts without them."""
 
@@ -240,10 +294,7 @@ async def test_a_client_that_leaves_closes_its_stream_at_the_relay(world, http, 
     await writer.ready.wait()
     writer.write(1)
     await eventually(lambda: relay.frames_sent, "the stream runs")
-    if body is STREAM:
-        (await asking).close()
-    else:
-        asking.cancel()
+    await leave(asking)
     await eventually(lambda: relay.opens[0].stream_id in relay.closed, "the relay knows")
     await eventually(lambda: world.sample("gateway_streams") == 0, "nothing is followed")
 
@@ -309,13 +360,14 @@ async def test_past_the_bound_a_stream_is_refused_with_a_time(world, http, monke
 
 async def test_a_conversation_service_that_comes_back_in_time_is_not_noticed(world, http):
     """A question that nobody listens to is asked again for a moment, under the same idempotency key."""
-    await http.get("/v1/models")
+    async with http.get("/v1/models") as response:
+        assert response.status == 200
     world.stop_serving("send")
     asking = asyncio.create_task(http.post("/v1/responses", json={"input": "hi"}).__aenter__())
     await asyncio.sleep(0.05)
     world.serve("send")
-    response = await asking
-    assert response.status == 200
+    async with await asking as response:
+        assert response.status == 200
     assert world.sends[0].idempotency_key.startswith("gw:")
 
 
