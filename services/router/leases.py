@@ -12,7 +12,7 @@ A `Lease` is one reply in this router's hands, a state machine without I/O: `on(
                    ├─ past deadline, attempts, idle ────> ENDING ─EndStands────────┤
                    └─ an end stands ────────────────────> ARCHIVING ─Archived─> Ack, GONE
 
-Rules (docs/architecture.md says why):
+Rules (why: docs/adr/0002-leases-and-redelivery.md):
 
 - A redelivery is a question. The replica of the last `open` is asked; if it runs the reply, the lease is adopted.
 - A new `open` needs a refusal, a hand-back, a report that the attempt is over, a replica that is suspect or does not
