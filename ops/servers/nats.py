@@ -3,6 +3,7 @@
 import asyncio
 import json
 import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 from ops.credentials import Credentials
@@ -17,6 +18,35 @@ from shared.subjects import Names
 # reservation is not also a guess about the disk.
 _STORE_BYTES = 64 * 1024**3
 _MEMORY_BYTES = 256 * 1024**2
+
+
+def settings(
+    names: Names, shards: int, passwords: Mapping[str, str], *, host: str, port: int, store: Path
+) -> dict[str, object]:
+    """What a server reads, as JSON: the permission table, a password per user, JetStream on file."""
+    users = [
+        {
+            "user": user,
+            "password": passwords[user],
+            "permissions": {
+                "publish": {"allow": list(allowed.publish)},
+                "subscribe": {"allow": list(allowed.subscribe)},
+                **({"allow_responses": True} if allowed.responds else {}),
+            },
+        }
+        for user, allowed in permissions(names, shards).items()
+    ]
+    return {
+        "server_name": f"chorus-{names.region}",
+        "host": host,
+        "port": port,
+        "jetstream": {
+            "store_dir": str(store),
+            "max_file_store": _STORE_BYTES,
+            "max_memory_store": _MEMORY_BYTES,
+        },
+        "authorization": {"users": users},
+    }
 
 
 class NatsServer:
@@ -48,31 +78,14 @@ class NatsServer:
         write_private(self._config, json.dumps(self._settings(), indent=1).encode())
 
     def _settings(self) -> dict[str, object]:
-        """nats-server reads JSON as its configuration."""
-        table = permissions(self._names, self._shards)
-        users = [
-            {
-                "user": user,
-                "password": self._credentials.nats[user],
-                "permissions": {
-                    "publish": {"allow": list(allowed.publish)},
-                    "subscribe": {"allow": list(allowed.subscribe)},
-                    **({"allow_responses": True} if allowed.responds else {}),
-                },
-            }
-            for user, allowed in table.items()
-        ]
-        return {
-            "server_name": f"chorus-{self._names.region}",
-            "host": LOOPBACK,
-            "port": self._port,
-            "jetstream": {
-                "store_dir": str(self._folder.resolve()),
-                "max_file_store": _STORE_BYTES,
-                "max_memory_store": _MEMORY_BYTES,
-            },
-            "authorization": {"users": users},
-        }
+        return settings(
+            self._names,
+            self._shards,
+            self._credentials.nats,
+            host=LOOPBACK,
+            port=self._port,
+            store=self._folder.resolve(),
+        )
 
     def command(self) -> Command:
         return Command(
