@@ -342,9 +342,9 @@ def measure(rounds: int, peers: Path) -> dict[str, Any]:
         idle = chorus_idle(work)
     ratios = {}
     for name in names:
-        ours, theirs = medians["chorus"], medians[name]
-        if ours is not None and theirs is not None:
-            ratios[f"chorus / {name}"] = ours["tokens_per_s"] / theirs["tokens_per_s"]
+        mine, theirs = medians["chorus"], medians[name]
+        if mine is not None and theirs is not None:
+            ratios[f"chorus / {name}"] = mine["tokens_per_s"] / theirs["tokens_per_s"]
     return {"systems": medians, "ratios": ratios, "paced": latency, "idle": idle}
 
 
