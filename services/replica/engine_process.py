@@ -62,6 +62,7 @@ class EngineHandle:
     """One engine process. Used from one event loop; `start` once."""
 
     def __init__(self, clock: Callable[[], float] = now_s) -> None:
+        self.exit_status: int | None = None  # of the process, once it is gone; negative: killed by that signal
         self._clock = clock
         self._link = _Link()
         self._process: asyncio.subprocess.Process | None = None
@@ -139,6 +140,7 @@ class EngineHandle:
         """Ask it to end, and end it when it does not; idempotent."""
         if self._process is None:
             return
+        self._link.discard()
         self._link.send(StopEngine())
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._process.wait(), timeout_s)
@@ -153,7 +155,7 @@ class EngineHandle:
                 process.kill()
             if process.stdin is not None:
                 process.stdin.close()
-            await asyncio.shield(process.wait())
+            self.exit_status = await asyncio.shield(process.wait())
         if self._marker is not None:
             self._marker.close()
             self._marker = None
@@ -186,7 +188,8 @@ class EngineHandle:
     async def reports(self, timeout_s: float) -> list[StepReport]:
         """All reports that came, oldest first; waits for one at most `timeout_s`, then []. EngineError: it is gone."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._link.wait(), timeout_s)
+            async with asyncio.timeout(timeout_s):
+                await self._link.wait()
         reports = [message for message in self._link.take() if isinstance(message, StepReport)]
         for report in reports:
             self._unended.difference_update(tokens.sequence_id for tokens in report.tokens if tokens.finish)
@@ -270,6 +273,7 @@ class _Link(asyncio.BufferedProtocol):
         self._decoder = msgspec.msgpack.Decoder(FromEngine)
         self._transport: asyncio.Transport | None = None
         self._paused = False
+        self._discarding = False
 
     def send(self, message: EngineConfig | SubmitSequence | CancelSequence | StopEngine) -> None:
         if self._transport is not None and not self._transport.is_closing():
@@ -288,6 +292,11 @@ class _Link(asyncio.BufferedProtocol):
             self._paused = False
             self._transport.resume_reading()
         return taken
+
+    def discard(self) -> None:
+        """Nobody will take anything any more: an engine held back must not stay held."""
+        self._discarding = True
+        self.take()
 
     def close(self) -> None:
         self.lost = True
@@ -309,7 +318,8 @@ class _Link(asyncio.BufferedProtocol):
                 self.stats = message.stats
             if isinstance(message, EngineFailed):
                 self.failed = message
-            self._inbox.append(message)
+            if not self._discarding:
+                self._inbox.append(message)
         if self._inbox:
             self._something.set()
         if len(self._inbox) >= ENGINE_REPORTS_MAX and not self._paused and self._transport is not None:

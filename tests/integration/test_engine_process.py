@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from services.replica import engine_process
 from services.replica.engine_messages import EngineConfig, EngineStarting, StepReport, SubmitSequence
 from services.replica.engine_process import EngineHandle
 from services.replica.stub_runner import scripted_token
@@ -113,6 +114,34 @@ async def test_more_than_it_may_hold_is_said_without_asking(engine: EngineHandle
         engine.cancel(f"s{number}")
     await until(engine, lambda _: engine.unended == 0)
     assert engine.submit(submit("later"))
+
+
+async def test_an_engine_that_is_held_back_can_be_stopped(monkeypatch: pytest.MonkeyPatch):
+    """Reports that nobody takes hold the engine back; told to stop it ends by itself all the same, unkilled."""
+    monkeypatch.setattr(engine_process, "ENGINE_REPORTS_MAX", 4)
+    handle = EngineHandle()
+    await handle.start(EngineConfig(model_file="stub"))
+    for number in range(32):
+        handle.submit(submit(f"s{number}", budget=4_000))
+    steps = -1
+    async with asyncio.timeout(DEADLINE_S):
+        while handle.stats.steps != steps:  # it goes on until the socket is full
+            steps = handle.stats.steps
+            await asyncio.sleep(0.2)
+    assert 0 < steps < 4_000
+    assert handle.pid is not None
+    await handle.stop()
+    assert handle.exit_status == 0
+
+
+async def test_a_cancelled_start_leaves_no_process():
+    """Ctrl-C while the engine starts: whoever started it leaves, and so does the process."""
+    handle = EngineHandle()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.05):
+            await handle.start(EngineConfig(model_file="stub", stub_tps=0.5))
+    assert handle.pid is None
+    assert not handle.alive
 
 
 async def test_a_killed_engine_is_noticed(engine: EngineHandle):
