@@ -9,6 +9,7 @@ MIB = 1024 * KIB
 # --- leases, heartbeats, verdicts ------------------------------------------------------------------
 HEARTBEAT_S = 0.25
 HEARTBEAT_S_MIN = 0.02  # between two, when a full replica says that it has room again
+PROBE_AFTER_S = 0.35  # a heartbeat this late: is anybody there? Nobody listening is as good as three missed
 HEARTBEATS_MISSED_MAX = 3  # suspect after these *and* no log progress
 ACK_WAIT_S = 2.0  # an unextended lane delivery comes back after this: a question, not a verdict
 LEASE_EXTEND_S = 0.5
@@ -188,6 +189,7 @@ GGUF_KEYS_MAX = 4096
 GGUF_TENSORS_MAX = 16_384
 GGUF_ARRAY_MAX = 2_000_000  # a vocabulary, its scores or its merges
 
+assert HEARTBEAT_S < PROBE_AFTER_S < HEARTBEAT_S * HEARTBEATS_MISSED_MAX
 assert HEARTBEAT_S * HEARTBEATS_MISSED_MAX < ACK_WAIT_S, "a verdict must be possible when a redelivery asks"
 assert DISPATCH_TIMEOUT_S < ACK_WAIT_S, "an unanswered dispatch must be asked about before the lease lapses"
 assert LEASE_EXTEND_S * 3 < ACK_WAIT_S, "two lost extensions must not cost a lease"

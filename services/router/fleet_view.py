@@ -15,6 +15,7 @@ from shared.limits import (
     DISPATCH_CLAIM_S,
     HEARTBEAT_S,
     HEARTBEATS_MISSED_MAX,
+    PROBE_AFTER_S,
     REPLICA_FORGET_S,
     STUCK_STEP_FACTOR,
     STUCK_STEP_S_MIN,
@@ -57,10 +58,15 @@ class ReplicaView:
     prefix: set[bytes] = field(default_factory=set)
     blocks_number: int | None = None  # None: the prefix set is not to be trusted, a snapshot is on its way
     claims: dict[str, Claim] = field(default_factory=dict)  # by reply
+    probed: bool = False  # since the last heartbeat
+    gone: bool = False  # nobody listens under its name
 
-    def silent(self, now: float) -> bool:
-        """Enough heartbeats are missing. Not yet a verdict: a replica whose log grows is alive."""
-        return now - self.heard_s > SILENT_AFTER_S
+    def silent(self, now: float, deaf_s: float = 0.0) -> bool:
+        """Enough heartbeats are missing, or nobody is there. Not yet a verdict: one whose log grows is alive.
+
+        `deaf_s` is when we ourselves could hear again: silence before that says nothing.
+        """
+        return self.gone or now - max(self.heard_s, deaf_s) > SILENT_AFTER_S
 
     def stuck(self) -> bool:
         """Its heartbeats come, but its step does not end. A long step is not a hang: its prediction counts."""
@@ -100,6 +106,7 @@ class FleetView:
     def __init__(self) -> None:
         self._replicas: dict[str, ReplicaView] = {}
         self._suspects: set[str] = set()
+        self._deaf_s = 0.0
 
     def on_health(self, health: ReplicaHealth, now: float) -> list[NeedBlocks | Restarted]:
         """A heartbeat. Another boot id is another process: nothing known of the one before holds."""
@@ -110,6 +117,7 @@ class FleetView:
             restarted = [Restarted(health.replica)] if view is not None else []
             return [*restarted, NeedBlocks(health.replica)]
         view.health, view.heard_s = health, now
+        view.probed = view.gone = False
         view.claims = {key: claim for key, claim in view.claims.items() if not _covered(claim, health, now)}
         return []
 
@@ -163,7 +171,7 @@ class FleetView:
 
     def alive(self, model: str, now: float) -> list[ReplicaView]:
         """Replicas of `model` that are heard of."""
-        return [view for view in self._replicas.values() if view.health.model == model and not view.silent(now)]
+        return [view for view in self._replicas.values() if view.health.model == model and not self._silent(view, now)]
 
     def suspect(self, replica: str, now: float) -> bool:
         """Heartbeats missing, or stuck in a step. With a log that stands still this is a verdict, alone it is not.
@@ -171,7 +179,29 @@ class FleetView:
         Unknown replicas are suspect: nothing speaks for them.
         """
         view = self._replicas.get(replica)
-        return view is None or view.silent(now) or view.stuck()
+        return view is None or self._silent(view, now) or view.stuck()
+
+    def _silent(self, view: ReplicaView, now: float) -> bool:
+        return view.silent(now, self._deaf_s)
+
+    def deaf(self, now: float) -> None:
+        """We are cut off from the bus: what we do not hear until now nobody is to be blamed for."""
+        self._deaf_s = now
+
+    def late(self, now: float) -> list[str]:
+        """Replicas whose heartbeat is late and that were not yet probed for it. Each is named once."""
+        late = []
+        for name, view in self._replicas.items():
+            if not view.probed and now - max(view.heard_s, self._deaf_s) > PROBE_AFTER_S:
+                view.probed = True
+                late.append(name)
+        return late
+
+    def nobody_there(self, replica: str, boot_id: str) -> None:
+        """A probe found no listener: its process, or its connection, is gone. A heartbeat takes that back."""
+        view = self._replicas.get(replica)
+        if view is not None and view.health.boot_id == boot_id and view.probed:
+            view.gone = True
 
     def new_suspects(self, now: float) -> list[str]:
         """Replicas that have become suspect since the last call."""

@@ -53,10 +53,18 @@ from services.router.waiting_room import Unfit, WaitingRoom
 from shared import clock
 from shared.bus import Bus, BusMessage, Delivery, Subscription
 from shared.catalog import Catalog
-from shared.errors import BusClosedError, BusError, IllegalEventError
-from shared.limits import QUEUE_VIEW_S, REQUEST_TIMEOUT_S, ROUTER_PULL_BATCH, ROUTER_PULL_S, ROUTER_TICK_S
+from shared.errors import BusClosedError, BusError, IllegalEventError, NoRespondersError
+from shared.limits import (
+    ASK_TIMEOUT_S,
+    QUEUE_VIEW_S,
+    REQUEST_TIMEOUT_S,
+    ROUTER_PULL_BATCH,
+    ROUTER_PULL_S,
+    ROUTER_TICK_S,
+)
 from shared.log_store import LogStore
 from shared.messages import (
+    Ask,
     AttemptOver,
     BlocksChanged,
     Cancel,
@@ -309,11 +317,28 @@ class RouterService:
         while True:
             await asyncio.sleep(ROUTER_TICK_S)
             now = clock.now_s()
+            if not self._bus.connected:
+                self._fleet.deaf(now)
+            for replica in self._fleet.late(now):
+                self._spawn(self._probe(replica))
             for replica in self._fleet.new_suspects(now):
                 self._notes.suspected(replica, self._fleet, now)
                 self._handle(ReplicaSuspect(replica=replica))
             if self._table.next_wake <= now:
                 self._handle(Tick())
+
+    async def _probe(self, replica: str) -> None:
+        """Its heartbeat is late: is anybody there? Only the server's word that nobody listens counts."""
+        view = self._fleet.get(replica)
+        if view is None:
+            return
+        ask = Ask(reply_id="", router=self.router, ack_subject="")
+        try:
+            await self._bus.request(self._names.ask(replica), encode(ask), timeout_s=ASK_TIMEOUT_S)
+        except NoRespondersError:
+            self._fleet.nobody_there(replica, view.health.boot_id)
+        except BusError:
+            pass  # its heartbeats will tell
 
     # --- events and commands -----------------------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """What is believed of the replicas: silence is not overload, claims survive flapping, gaps hide prefixes."""
 
 from services.router.fleet_view import SILENT_AFTER_S, FleetView, NeedBlocks, Restarted
-from shared.limits import BLOCK_TOKENS, DISPATCH_CLAIM_S, REPLICA_FORGET_S
+from shared.limits import BLOCK_TOKENS, DISPATCH_CLAIM_S, PROBE_AFTER_S, REPLICA_FORGET_S
 from shared.messages import BlocksChanged, ReplicaHealth, StepModel
 
 
@@ -107,6 +107,34 @@ def test_suspect_is_silent_or_stuck():
     fleet.on_health(health(step_age_s=5.0, step_predicted_s=0.1), 1.0)
     assert fleet.suspect("r1", 1.0)
     assert fleet.suspect("r9", 1.0), "nothing speaks for a replica nobody has heard of"
+
+
+def test_nobody_listening_is_as_good_as_missed_heartbeats():
+    """A late replica is probed once; if nobody is there it is suspect, until it speaks again."""
+    fleet = FleetView()
+    fleet.on_health(health(), 0.0)
+    assert fleet.late(PROBE_AFTER_S) == []
+    assert fleet.late(PROBE_AFTER_S + 0.01) == ["r1"]
+    assert fleet.late(PROBE_AFTER_S + 0.02) == [], "one probe a silence"
+    fleet.nobody_there("r1", "another boot")
+    assert not fleet.suspect("r1", PROBE_AFTER_S + 0.02)
+    fleet.nobody_there("r1", "b1")
+    assert fleet.suspect("r1", PROBE_AFTER_S + 0.02)
+    assert fleet.alive("m", PROBE_AFTER_S + 0.02) == []
+    fleet.on_health(health(), 0.5)
+    assert not fleet.suspect("r1", 0.5)
+    fleet.nobody_there("r1", "b1")
+    assert not fleet.suspect("r1", 0.5), "the answer of a probe that a heartbeat has overtaken"
+
+
+def test_whoever_is_deaf_blames_nobody():
+    """What a router did not hear while it was cut off counts only from when it hears again."""
+    fleet = FleetView()
+    fleet.on_health(health(), 0.0)
+    fleet.deaf(10.0)
+    assert fleet.late(10.1) == []
+    assert not fleet.suspect("r1", 10.0 + SILENT_AFTER_S - 0.1)
+    assert fleet.suspect("r1", 10.0 + SILENT_AFTER_S + 0.1)
 
 
 def test_suspicion_is_told_once_each_time_it_begins():
