@@ -108,14 +108,14 @@ Progress = Callable[[str, float, str], None]
 
 
 def build(config: EngineConfig, tokenizer: Tokenizer, progress: Progress) -> Built:
-    """The runner that the configuration asks for. torch is imported only when a model is to run."""
+    """The runner that the configuration asks for. numpy, and torch, are imported only when a model is to run."""
     if config.model_file == STUB_FILE:
         context = min(config.context_max or _STUB_CONTEXT, _STUB_CONTEXT)
         blocks = config.blocks or _STUB_BLOCKS
         stub = StubRunner(tps=config.stub_tps, blocks_total=blocks, context_max=context)
         step_s = 1.0 / config.stub_tps if config.stub_tps > 0 else _UNPACED_STEP_S
         return Built(tokenizer.name, stub, (StepSample(1, 1, step_s), StepSample(64, 8192, step_s)))
-    from services.replica.model.torch_runner import load_runner  # noqa: PLC0415
+    from services.replica.model.load import load_runner  # noqa: PLC0415
 
     return Built(tokenizer.name, load_runner(config, tokenizer.vocab_size, progress))
 

@@ -12,11 +12,6 @@ from services.replica.model.config import ModelConfig
 from shared.limits import BLOCK_TOKENS
 
 
-def blocks_in(config: ModelConfig, size: int, dtype: torch.dtype) -> int:
-    """How many blocks `size` bytes hold."""
-    return size // (config.kv_numbers * BLOCK_TOKENS * dtype.itemsize)
-
-
 class KvCache:
     def __init__(self, config: ModelConfig, blocks: int, dtype: torch.dtype) -> None:
         self.blocks = blocks

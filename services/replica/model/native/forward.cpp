@@ -2,35 +2,34 @@
 //
 //   embed -> per layer [ norm, qkv, rotate, cache, attend, o (+), norm, gate & up -> silu, down (+) ] -> norm -> head
 //
-// One parallel region, static shares between barriers. Plain C doors at the end; the caller has checked its arguments.
+// Each arrow is a phase of tasks (team.h). Plain C doors at the end; the caller has checked its arguments.
 #include <cstdint>
-#include <memory>
-#include <new>
-#include <sys/mman.h>
 
 #include "attention.h"
 #include "matrix.h"
+#include "memory.h"
 #include "team.h"
 
 namespace chorus {
 
-struct Shape {  // mirrored in native/__init__.py
+struct Shape {  // mirrored in kernels.py
   int32_t vocab, hidden, layers, heads, kv_heads, head_dim, ffn, context;
-  int32_t blocks, threads, residual, qk_norm;
+  int32_t blocks, threads, precise, qk_norm;
   float eps, theta;
 };
 
-struct Chunk {  // rows [row, row + count) of one sequence, from position `start`
+struct Chunk {  // rows [row, row + count) of one sequence, from position `start`; its block table begins at `table`
   int32_t row, count, start, table;
 };
 
 struct Step {
-  int32_t rows, chunks, logits;
-  const int32_t* tokens;
-  const Chunk* chunk;
+  int32_t rows, chunks, wanted;
+  const int32_t* tokens;       // [rows]
+  const Chunk* chunk;          // [chunks]
   const int32_t* tables;       // all block tables, one after another
-  const int32_t* logits_rows;  // which rows need logits
-  float* out;                  // [logits][vocab]
+  const int32_t* wanted_rows;  // [wanted]: rows whose next token is asked for
+  int32_t* best;               // [wanted]: the token with the highest logit, the first of equals
+  float* logits;               // [wanted][vocab], or null
 };
 
 struct Layer {
@@ -38,237 +37,314 @@ struct Layer {
   std::vector<float> norm, ffn_norm, q_norm, k_norm, qkv_bias;
 };
 
-static void* big_memory(size_t bytes) {
-  void* at = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (at == MAP_FAILED) throw std::bad_alloc();
-#ifdef MADV_HUGEPAGE
-  madvise(at, bytes, MADV_HUGEPAGE);
-#endif
-  return at;
-}
-
-template <class T>
-struct Room {  // grows, never shrinks
-  std::vector<T> data;
-  T* need(size_t count) {
-    if (data.size() < count) data.resize(count);
-    return data.data();
-  }
-};
+constexpr int FEW = 2;          // rows that every member normalises for itself, rather than wait for another
+constexpr int ROWS_A_TASK = 8;  // rows that are normalised or rotated in one task
+constexpr int PANEL_TASKS = 4;  // tasks of a product, for each member
 
 class Model {
  public:
-  explicit Model(const Shape& shape) : s(shape), team(shape.threads), layers(shape.layers), scores(shape.threads) {
-    cache = {s.layers, s.blocks, s.kv_heads, s.head_dim, nullptr};
-    cache_bytes = size_t(s.layers) * s.blocks * s.kv_heads * cache.head_halves() * sizeof(half);
-    cache.data = static_cast<half*>(big_memory(cache_bytes));
-    frequencies.resize(s.head_dim / 2);
-    for (int i = 0; i < s.head_dim / 2; i++) frequencies[i] = std::pow(double(s.theta), -2.0 * i / s.head_dim);
+  explicit Model(const Shape& shape)
+      : s(shape), layers(shape.layers), team(shape.threads, shape.layers * 8 + 8), desks_(shape.threads) {
+    cache_ = {s.layers, s.blocks, s.kv_heads, s.head_dim, nullptr};
+    cache_.data = reinterpret_cast<half*>(memory.take(cache_.bytes()));
+    for (auto& desk : desks_) {
+      desk.scores.need(size_t(ROWS) * group() * (s.context + 2 * SLOTS));
+      desk.mixed.need(size_t(ROWS) * group() * s.head_dim);
+      desk.row.need(s.hidden);
+    }
+    make_turns();
   }
-  ~Model() { munmap(cache.data, cache_bytes); }
 
   const Shape s;
-  Team team;
+  Memory memory;
   std::vector<Layer> layers;
-  Matrix head;
-  std::vector<float> embedding, norm;
-  std::vector<double> frequencies;
+  Matrix embedding, head;
+  std::vector<float> norm;
+  Team team;
 
   void forward(const Step& step) {
-    const int n = step.rows, wide = std::max(s.hidden, std::max(s.ffn, s.heads * s.head_dim)), passes = 1 + s.residual;
-    x = x_room.need(size_t(n) * s.hidden);
-    qkv = qkv_room.need(size_t(n) * qkv_width());
-    mid = mid_room.need(size_t(n) * std::max(s.ffn, s.heads * s.head_dim));
-    rows = {codes_room.need(size_t(n) * passes * wide), scales_room.need(size_t(n) * passes * wide / BLOCK),
-            sums_room.need(size_t(n) * passes * wide / BLOCK)};
+    const int n = step.rows, most = std::max(n, step.wanted);
+    x_.need(size_t(n) * s.hidden);
+    qkv_.need(size_t(n) * qkv_width());
+    active_.need(size_t(n) * s.ffn);
+    normed_.need(most, s.hidden, passes());
+    mixed_rows_.need(n, s.heads * s.head_dim, passes());
+    active_rows_.need(n, s.ffn, passes());
+    for (auto& desk : desks_) {
+      desk.normed.need(FEW, s.hidden, passes());
+      desk.best.need(size_t(step.wanted) * LANES), desk.where.need(size_t(step.wanted) * LANES);
+    }
     plan_attention(step);
-    team.run([&](int me) { work(step, me); });
+    tops_.assign(size_t(step.wanted) * head_tasks(), Top{});
+    team.run([&](Team::Member& me) { work(step, me); });
+    for (int i = 0; i < step.wanted; i++) {
+      Top top{};
+      for (int t = 0; t < head_tasks(); t++)
+        if (const Top& other = tops_[size_t(i) * head_tasks() + t]; other.value > top.value) top = other;
+      step.best[i] = top.token;
+    }
   }
 
  private:
-  struct Piece {  // one or two rows of a chunk, one KV head
+  struct Desk {  // what a member works with
+    Rows normed;
+    Buffer<float> scores, mixed, row, best, where;
+  };
+  struct Piece {  // one to ROWS rows of a chunk, one KV head; a lone row brings its own key and value
     int32_t row, count, position, table, kv;
+    bool alone;
+  };
+  struct Top {
+    float value = -INFINITY;
+    int32_t token = 0;
   };
 
+  int passes() const { return s.precise ? 2 : 1; }
+  int group() const { return s.heads / s.kv_heads; }
   int qkv_width() const { return (s.heads + 2 * s.kv_heads) * s.head_dim; }
+  int head_tasks() const { return std::min(head.panels / 2, PANEL_TASKS * 2 * team.size()); }
+  float* x_row(int row) { return x_.data() + size_t(row) * s.hidden; }
+  float* qkv_row(int row) { return qkv_.data() + size_t(row) * qkv_width(); }
+
+  // cos and sin of position / theta^(2i / head_dim), from extended precision: no library's last bit shows.
+  void make_turns() {
+    const int half_dim = s.head_dim / 2;
+    turns_.need(size_t(s.context) * s.head_dim);
+    for (int i = 0; i < half_dim; i++) {
+      const long double frequency = powl(s.theta, -2.0L * i / s.head_dim);
+      for (int at = 0; at < s.context; at++) {
+        turns_[size_t(at) * s.head_dim + i] = float(cosl(at * frequency));
+        turns_[size_t(at) * s.head_dim + half_dim + i] = float(sinl(at * frequency));
+      }
+    }
+  }
 
   void plan_attention(const Step& step) {
-    pieces.clear();
+    pieces_.clear();
+    prompts_ = false;
     for (int c = 0; c < step.chunks; c++) {
       const Chunk& chunk = step.chunk[c];
-      for (int i = 0; i < chunk.count; i += 2)
+      const bool alone = chunk.count == 1;
+      prompts_ |= !alone;
+      for (int i = 0; i < chunk.count; i += ROWS)
         for (int kv = 0; kv < s.kv_heads; kv++)
-          pieces.push_back({chunk.row + i, std::min(2, chunk.count - i), chunk.start + i, chunk.table, kv});
+          pieces_.push_back({chunk.row + i, std::min(ROWS, chunk.count - i), chunk.start + i, chunk.table, kv, alone});
     }
-    next_piece.assign(s.layers, 0);
   }
 
-  void work(const Step& step, int me) {
-    const int n = step.rows;
-    int from, to;
-    Team::share(n, 1, me, team.size(), from, to);
-    for (int r = from; r < to; r++)
-      std::memcpy(x + size_t(r) * s.hidden, embedding.data() + size_t(step.tokens[r]) * s.hidden, s.hidden * 4);
-    for (int l = 0; l < s.layers; l++) layer(step, l, from, to, me);
-    if (step.logits) logits(step, me);
+  void work(const Step& step, Team::Member& me) {
+    by_rows(me, step.rows, [&](int r) { unpack_row(embedding, step.tokens[r], x_row(r)); });
+    for (int l = 0; l < s.layers; l++) layer(step, l, me);
+    if (step.wanted) choose_tokens(step, me);
   }
 
-  void layer(const Step& step, int l, int from, int to, int me) {
+  void layer(const Step& step, int l, Team::Member& me) {
     const Layer& w = layers[l];
-    const int n = step.rows, heads_width = s.heads * s.head_dim;
-    for (int r = from; r < to; r++) normalise(x + size_t(r) * s.hidden, w.norm, r);
-    team.meet();
-    multiply(w.qkv, n, me, [&](int panel, int row, const vf* y) {
-      float* at = qkv + size_t(row) * qkv_width() + panel * LANES;
-      for (int p = 0; p < 2; p++) {
-        vf v = y[p];
-        if (!w.qkv_bias.empty()) v += load(w.qkv_bias.data() + (panel + p) * LANES);
-        store(at + p * LANES, v);
-      }
+    const int n = step.rows;
+    normed_product(w.qkv, w.norm, n, 2, me, [&](int panel, int row, const vf* y) {
+      float* at = qkv_row(row) + panel * LANES;
+      for (int p = 0; p < 2; p++, at += LANES)
+        store(at, w.qkv_bias.empty() ? y[p] : y[p] + load(w.qkv_bias.data() + (panel + p) * LANES));
     });
-    team.meet();
-    for (int c = 0; c < step.chunks; c++) {
-      const Chunk& chunk = step.chunk[c];
-      for (int r = std::max(from, chunk.row); r < std::min(to, chunk.row + chunk.count); r++)
-        place(l, r, chunk.start + r - chunk.row, step.tables + chunk.table);
-    }
-    team.meet();
-    attention(step, l, me);
-    team.meet();
-    for (int r = from; r < to; r++) quantise_row(mid + size_t(r) * heads_width, heads_width, rows, r, s.residual);
-    team.meet();
-    add_product(w.o, n, me);
-    team.meet();
-    for (int r = from; r < to; r++) normalise(x + size_t(r) * s.hidden, w.ffn_norm, r);
-    team.meet();
-    multiply(w.gate_up, n, me, [&](int panel, int row, const vf* y) {
-      const vf gate = y[0], lifted = gate / (all(1.0f) + exponential(-gate));
-      store(mid + size_t(row) * s.ffn + panel / 2 * LANES, lifted * y[1]);
+    if (prompts_) place_prompts(step, l, me);
+    me.each(int(pieces_.size()), [&](int i) { attention(step, l, pieces_[i], desks_[me.index]); });
+    add_product(w.o, mixed_rows_, n, me);
+    normed_product(w.gate_up, w.ffn_norm, n, 4, me, [&](int panel, int row, const vf* y) {
+      const vf lifted = y[0] / (all(1.0f) + exponential(-y[0]));
+      store(active_.data() + size_t(row) * s.ffn + panel / 2 * LANES, lifted * y[1]);
+    }, [&](int from, int to) {  // columns that this task made: whole blocks
+      for (int r = 0; r < n; r++)
+        quantise(active_.data() + size_t(r) * s.ffn + from / 2 * LANES, active_rows_, r, from / 4, (to - from) / 4);
     });
-    team.meet();
-    for (int r = from; r < to; r++) quantise_row(mid + size_t(r) * s.ffn, s.ffn, rows, r, s.residual);
-    team.meet();
-    add_product(w.down, n, me);
-    team.meet();
+    add_product(w.down, active_rows_, n, me);
   }
 
-  template <class Put>
-  void multiply(const Matrix& m, int n, int me, const Put& put) {
-    int from, to;
-    Team::share(m.panels, 2, me, team.size(), from, to);
-    product<2>(m, from, to, rows, n, s.residual, put);
-  }
+  // --- products ------------------------------------------------------------------------------------------
 
-  void add_product(const Matrix& m, int n, int me) {
-    multiply(m, n, me, [&](int panel, int row, const vf* y) {
-      float* at = x + size_t(row) * s.hidden + panel * LANES;
-      store(at, load(at) + y[0]);
-      store(at + LANES, load(at + LANES) + y[1]);
+  template <class F>
+  void by_rows(Team::Member& me, int n, const F& row) {
+    const int step = n < ROWS_A_TASK * team.size() ? 1 : ROWS_A_TASK;
+    me.each((n + step - 1) / step, [&](int i) {
+      for (int r = i * step; r < std::min(n, (i + 1) * step); r++) row(r);
     });
   }
 
-  void normalise(const float* from, const std::vector<float>& weight, int row) {
-    float y[8192];
-    rms(from, weight.data(), s.hidden, y);
-    quantise_row(y, s.hidden, rows, row, s.residual);
+  struct Nothing {
+    void operator()(int, int) const {}
+  };
+
+  // The rows of x, normalised and quantised, times a matrix. Tasks are whole `grain`s of panels.
+  template <class Put, class Then = Nothing>
+  void normed_product(const Matrix& m, const std::vector<float>& weight, int n, int grain,
+                      Team::Member& me, const Put& put, const Then& then = {}) {
+    Desk& desk = desks_[me.index];
+    const bool few = n <= FEW;
+    const auto normalise = [&](int r, Rows& to) {
+      rms(x_row(r), weight.data(), s.hidden, desk.row.data());
+      quantise(desk.row.data(), to, r, 0, s.hidden / BLOCK);
+    };
+    if (!few) by_rows(me, n, [&](int r) { normalise(r, normed_); });
+    bool ready = !few;
+    by_panels(m, grain, me, [&](int from, int to) {
+      for (int r = 0; !ready && r < n; r++) normalise(r, desk.normed);
+      ready = true;
+      product(m, from, to, few ? desk.normed : normed_, n, put);
+      then(from, to);
+    });
   }
 
-  void rms(const float* from, const float* weight, int width, float* to) const {
+  void add_product(const Matrix& m, const Rows& rows, int n, Team::Member& me) {
+    by_panels(m, 2, me, [&](int from, int to) {
+      product(m, from, to, rows, n, [&](int panel, int row, const vf* y) {
+        float* at = x_row(row) + panel * LANES;
+        store(at, load(at) + y[0]);
+        store(at + LANES, load(at + LANES) + y[1]);
+      });
+    });
+  }
+
+  template <class F>
+  void by_panels(const Matrix& m, int grain, Team::Member& me, const F& task) {
+    const int tasks = team.size() == 1 ? 1 : std::min(m.panels / grain, PANEL_TASKS * team.size());
+    me.each(tasks, [&](int i) {
+      int from, to;
+      Team::share(m.panels, grain, i, tasks, from, to);
+      task(from, to);
+    });
+  }
+
+  static void rms(const float* from, const float* weight, int width, float eps, float* to) {
     vf squares{};
     for (int i = 0; i < width; i += LANES) squares = fma(load(from + i), load(from + i), squares);
-    const vf scale = all(1.0f / std::sqrt(sum(squares) / float(width) + s.eps));
+    const vf scale = all(1.0f / std::sqrt(sum(squares) / float(width) + eps));
     for (int i = 0; i < width; i += LANES) store(to + i, load(from + i) * scale * load(weight + i));
   }
+  void rms(const float* from, const float* weight, int width, float* to) const { rms(from, weight, width, s.eps, to); }
 
-  // Rotate a row's queries and keys to its position, scale the queries, write keys and values to the cache.
-  void place(int l, int row, int position, const int32_t* table) {
-    float* q = qkv + size_t(row) * qkv_width();
-    float *k = q + s.heads * s.head_dim, *v = k + s.kv_heads * s.head_dim;
-    const float scale = 1.0f / std::sqrt(float(s.head_dim));
-    float cosine[256], sine[256];
-    for (int i = 0; i < s.head_dim / 2; i++) {
-      cosine[i] = float(std::cos(position * frequencies[i]));
-      sine[i] = float(std::sin(position * frequencies[i]));
-    }
-    for (int h = 0; h < s.heads + s.kv_heads; h++) {
-      float* at = q + h * s.head_dim;
-      if (s.qk_norm) rms(at, (h < s.heads ? layers[l].q_norm : layers[l].k_norm).data(), s.head_dim, at);
-      rotate(at, cosine, sine);
-      if (h < s.heads)
-        for (int d = 0; d < s.head_dim; d++) at[d] *= scale;
-    }
-    for (int kv = 0; kv < s.kv_heads; kv++)
-      cache.write(l, table[position / SLOTS], position % SLOTS, kv, k + kv * s.head_dim, v + kv * s.head_dim);
-  }
+  // --- attention -----------------------------------------------------------------------------------------
 
-  void rotate(float* at, const float* cosine, const float* sine) const {
+  // Turn `heads` heads from `at` on to a position, normalised first where the model does so.
+  void turn(float* at, int heads, const std::vector<float>& head_norm, int position, float scale) {
     const int half_dim = s.head_dim / 2;
-    for (int i = 0; i < half_dim; i++) {  // a pair is (i, i + half): the loader undoes GGUF's interleaving
-      const float a = at[i], b = at[i + half_dim];
-      at[i] = a * cosine[i] - b * sine[i];
-      at[i + half_dim] = b * cosine[i] + a * sine[i];
+    const float *cosine = turns_.data() + size_t(position) * s.head_dim, *sine = cosine + half_dim;
+    for (int h = 0; h < heads; h++, at += s.head_dim) {
+      if (s.qk_norm) rms(at, head_norm.data(), s.head_dim, at);
+      for (int i = 0; i < half_dim; i += LANES) {  // a pair is (i, i + half): the loader undoes GGUF's interleaving
+        const vf a = load(at + i), b = load(at + half_dim + i), c = load(cosine + i), d = load(sine + i);
+        store(at + i, (a * c - b * d) * all(scale));
+        store(at + half_dim + i, (b * c + a * d) * all(scale));
+      }
     }
   }
 
-  void attention(const Step& step, int l, int me) {
-    const int group = s.heads / s.kv_heads;
-    for (;;) {
-      const int at = __atomic_fetch_add(&next_piece[l], 1, __ATOMIC_RELAXED);
-      if (at >= int(pieces.size())) return;
-      const Piece& p = pieces[at];
-      float* room = scores[me].need(size_t(2) * group * (s.context + 2 * SLOTS));
-      const float* q[2];
-      float* out[2];
-      for (int r = 0; r < p.count; r++) {
-        q[r] = qkv + size_t(p.row + r) * qkv_width() + p.kv * group * s.head_dim;
-        out[r] = mid + (size_t(p.row + r) * s.heads + p.kv * group) * s.head_dim;
-      }
-      if (p.count == 2) by_group<2>(group, l, p, step.tables, q, out, room);
-      else by_group<1>(group, l, p, step.tables, q, out, room);
+  // A row's queries of one KV head are turned and scaled, its key turned, key and value written to the cache.
+  void place(int l, int row, int position, int kv, const int32_t* table) {
+    float *q = qkv_row(row), *k = q + (s.heads + kv) * s.head_dim, *v = k + s.kv_heads * s.head_dim;
+    turn(q + kv * group() * s.head_dim, group(), layers[l].q_norm, position, 1.0f / std::sqrt(float(s.head_dim)));
+    turn(k, 1, layers[l].k_norm, position, 1.0f);
+    cache_.write(l, table[position / SLOTS], position % SLOTS, kv, k, v);
+  }
+
+  void place_prompts(const Step& step, int l, Team::Member& me) {
+    me.each(int(pieces_.size()), [&](int i) {
+      const Piece& p = pieces_[i];
+      for (int r = 0; !p.alone && r < p.count; r++) place(l, p.row + r, p.position + r, p.kv, step.tables + p.table);
+    });
+  }
+
+  void attention(const Step& step, int l, const Piece& p, Desk& desk) {
+    const int width = group() * s.head_dim;
+    const int32_t* table = step.tables + p.table;
+    if (p.alone) place(l, p.row, p.position, p.kv, table);
+    const float* q[ROWS];
+    float* out[ROWS];
+    for (int r = 0; r < p.count; r++) {
+      q[r] = qkv_row(p.row + r) + p.kv * width;
+      out[r] = desk.mixed.data() + r * width;
     }
+    if (p.count == ROWS) by_group<ROWS>(l, p, table, 0, q, out, desk);
+    else
+      for (int r = 0; r < p.count; r++) by_group<1>(l, p, table, r, q + r, out + r, desk);
+    for (int r = 0; r < p.count; r++)
+      quantise(out[r], mixed_rows_, p.row + r, p.kv * width / BLOCK, width / BLOCK);
   }
 
   template <int R>
-  void by_group(int group, int l, const Piece& p, const int32_t* tables, const float** q, float** out, float* room) {
-    const int32_t* table = tables + p.table;
-    switch (group) {
-      case 3: return attend<R, 3>(cache, l, p.kv, table, p.position, q, out, room);
-      case 4: return attend<R, 4>(cache, l, p.kv, table, p.position, q, out, room);
-      case 2: return attend<R, 2>(cache, l, p.kv, table, p.position, q, out, room);
+  void by_group(int l, const Piece& p, const int32_t* table, int ahead, const float** q, float** out, Desk& desk) {
+    const int at = p.position + ahead;
+    float* room = desk.scores.data();
+    switch (group()) {
+      case 1: return attend<R, 1>(cache_, l, p.kv, table, at, q, out, room);
+      case 2: return attend<R, 2>(cache_, l, p.kv, table, at, q, out, room);
+      case 3: return attend<R, 3>(cache_, l, p.kv, table, at, q, out, room);
+      case 4: return attend<R, 4>(cache_, l, p.kv, table, at, q, out, room);
     }
-    for (int g = 0; g < group; g++) {
-      const float* one_q[2];
-      float* one_out[2];
+    for (int g = 0; g < group(); g++) {
+      const float* one_q[R];
+      float* one_out[R];
       for (int r = 0; r < R; r++) one_q[r] = q[r] + g * s.head_dim, one_out[r] = out[r] + g * s.head_dim;
-      attend<R, 1>(cache, l, p.kv, table, p.position, one_q, one_out, room);
+      attend<R, 1>(cache_, l, p.kv, table, at, one_q, one_out, room);
     }
   }
 
-  void logits(const Step& step, int me) {
-    int from, to;
-    Team::share(step.logits, 1, me, team.size(), from, to);
-    for (int i = from; i < to; i++) normalise(x + size_t(step.logits_rows[i]) * s.hidden, norm, i);
-    team.meet();
-    multiply(head, step.logits, me, [&](int panel, int row, const vf* y) {
-      float* at = step.out + size_t(row) * s.vocab;
-      for (int p = 0; p < 2; p++) {
-        const int column = (panel + p) * LANES;
-        if (column + LANES <= s.vocab) store(at + column, y[p]);
-        else
-          for (int i = 0; column + i < s.vocab; i++) at[column + i] = y[p][i];
-      }
+  // --- the head ------------------------------------------------------------------------------------------
+
+  void choose_tokens(const Step& step, Team::Member& me) {
+    const int n = step.wanted, tasks = head_tasks();
+    Desk& desk = desks_[me.index];
+    if (n > FEW) by_rows(me, n, [&](int r) { normalise_wanted(step, r, normed_, desk); });
+    bool ready = n > FEW;
+    me.each(tasks, [&](int i) {
+      for (int r = 0; !ready && r < n; r++) normalise_wanted(step, r, desk.normed, desk);
+      ready = true;
+      int from, to;
+      Team::share(head.panels, 2, i, tasks, from, to);
+      for (int r = 0; r < n * LANES; r += LANES) store(desk.best.data() + r, all(-INFINITY));
+      product(head, from, to, n > FEW ? normed_ : desk.normed, n, [&](int panel, int row, const vf* y) {
+        for (int p = 0; p < 2; p++) take_logits(step, row, (panel + p) * LANES, y[p], desk);
+      });
+      for (int r = 0; r < n; r++) tops_[size_t(r) * tasks + i] = top_of(desk, r);
     });
   }
 
-  Cache cache;
-  size_t cache_bytes;
-  Room<float> x_room, qkv_room, mid_room, scales_room, sums_room;
-  Room<int8_t> codes_room;
-  std::vector<Room<float>> scores;
-  float *x = nullptr, *qkv = nullptr, *mid = nullptr;
-  Rows rows{};
-  std::vector<Piece> pieces;
-  std::vector<int> next_piece;
+  void normalise_wanted(const Step& step, int r, Rows& to, Desk& desk) {
+    rms(x_row(step.wanted_rows[r]), norm.data(), s.hidden, desk.row.data());
+    quantise(desk.row.data(), to, r, 0, s.hidden / BLOCK);
+  }
+
+  void take_logits(const Step& step, int row, int column, vf y, Desk& desk) {
+    const int left = s.vocab - column;
+    if (left < LANES) y = choose(lanes() > all(float(left) - 0.5f), all(-INFINITY), y);
+    float *best = desk.best.data() + row * LANES, *where = desk.where.data() + row * LANES;
+    const auto better = y > load(best);
+    store(best, choose(better, y, load(best)));
+    store(where, choose(better, all(float(column / LANES)), load(where)));
+    if (!step.logits || left <= 0) return;
+    float* at = step.logits + size_t(row) * s.vocab + column;
+    if (left >= LANES) return store(at, y);
+    float some[LANES];
+    store(some, y);
+    std::copy(some, some + left, at);
+  }
+
+  static Top top_of(Desk& desk, int row) {
+    Top top{};
+    for (int i = 0; i < LANES; i++) {
+      const float value = desk.best[row * LANES + i];
+      if (!(value > -INFINITY)) continue;
+      const int token = int(desk.where[row * LANES + i]) * LANES + i;
+      if (value > top.value || (value == top.value && token < top.token)) top = {value, token};
+    }
+    return top;
+  }
+
+  Cache cache_;
+  Buffer<float> turns_, x_, qkv_, active_;
+  Rows normed_, mixed_rows_, active_rows_;
+  std::vector<Desk> desks_;
+  std::vector<Piece> pieces_;
+  std::vector<Top> tops_;
+  bool prompts_ = false;
 };
 
 }  // namespace chorus
@@ -280,57 +356,52 @@ extern "C" {
 void* chorus_create(const Shape* shape) {
   try {
     return new Model(*shape);
-  } catch (const std::bad_alloc&) {
+  } catch (const std::exception&) {
     return nullptr;
   }
 }
 
 void chorus_destroy(void* model) { delete static_cast<Model*>(model); }
 
-// `parts` tensors (raw file blocks, rows_out[i] x cols) stacked into one matrix; interleaved panel by panel when asked.
-// which: 0 qkv, 1 o, 2 gate_up, 3 down, 4 head. Rows of a part are a multiple of 16, except of the head.
+// `parts` tensors of rows[i] x cols, raw file blocks, stacked into one matrix; panel by panel in turn when interleaved.
+// which: 0 qkv, 1 o, 2 gate_up, 3 down, 4 head, 5 embedding. Rows of a part are a multiple of 16 if there are several.
 int chorus_matrix(void* model, int layer, int which, int kind, int cols, int parts, const uint8_t* const* raw,
-                  const int32_t* rows_out, int interleave) {
+                  const int32_t* rows, int interleave) {
   Model& m = *static_cast<Model*>(model);
-  int total = 0;
-  for (int i = 0; i < parts; i++) total += (rows_out[i] + LANES - 1) / LANES * LANES;
-  Matrix made = make_matrix(Kind(kind), (total + 31) / 32 * 32, cols);
-  if (!made.data) return 1;
-  int base = 0;
-  for (int i = 0; i < parts; i++) {
-    const int panels = (rows_out[i] + LANES - 1) / LANES;
-    for (int p = 0; p < panels; p++)
-      pack_panel(made, interleave ? p * parts + i : base + p, raw[i], p * LANES, rows_out[i]);
-    base += panels;
-  }
-  if (!interleave && base < made.panels) pack_panel(made, base, raw[0], rows_out[0], rows_out[0]);  // an empty one
-  if (which == 4) m.head = made;
-  else {
+  int panels = 0;
+  for (int i = 0; i < parts; i++) panels += (rows[i] + LANES - 1) / LANES;
+  try {
+    Matrix made = make_matrix(m.memory, Kind(kind), panels + panels % 2, cols);
+    const size_t panel_bytes = LANES * (cols / BLOCK) * raw_block_bytes(Kind(kind));
+    for (int i = 0, base = 0; i < parts; base += (rows[i++] + LANES - 1) / LANES)
+      for (int p = 0; p * LANES < rows[i]; p++)
+        pack_panel(made, interleave ? p * parts + i : base + p, raw[i] + p * panel_bytes, rows[i] - p * LANES);
     Layer& l = m.layers[layer];
-    (which == 0 ? l.qkv : which == 1 ? l.o : which == 2 ? l.gate_up : l.down) = made;
+    (which == 0 ? l.qkv : which == 1 ? l.o : which == 2 ? l.gate_up : which == 3 ? l.down
+                : which == 4 ? m.head : m.embedding) = made;
+    return 0;
+  } catch (const std::exception&) {
+    return 1;
   }
-  return 0;
 }
 
-// which: 0 norm, 1 ffn_norm, 2 q_norm, 3 k_norm, 4 qkv_bias, 5 output norm, 6 embedding [vocab][hidden]
+void chorus_tie(void* model) { static_cast<Model*>(model)->embedding = static_cast<Model*>(model)->head; }
+
+// which: 0 norm, 1 ffn_norm, 2 q_norm, 3 k_norm, 4 qkv_bias, 5 output norm
 void chorus_vector(void* model, int layer, int which, const float* data, int64_t count) {
   Model& m = *static_cast<Model*>(model);
-  std::vector<float>& to = which == 5 ? m.norm : which == 6 ? m.embedding
-                           : which == 0 ? m.layers[layer].norm : which == 1 ? m.layers[layer].ffn_norm
-                           : which == 2 ? m.layers[layer].q_norm : which == 3 ? m.layers[layer].k_norm
-                                                                              : m.layers[layer].qkv_bias;
-  to.assign(data, data + count);
+  Layer& l = m.layers[layer];
+  (which == 0 ? l.norm : which == 1 ? l.ffn_norm : which == 2 ? l.q_norm : which == 3 ? l.k_norm
+              : which == 4 ? l.qkv_bias : m.norm).assign(data, data + count);
 }
 
-void chorus_forward(void* model, const Step* step) { static_cast<Model*>(model)->forward(*step); }
-
-const char* chorus_isa() {
-#if defined(__AVX512VNNI__)
-  return "avx512-vnni";
-#elif defined(__AVX2__)
-  return "avx2";
-#else
-  return "portable";
-#endif
+int chorus_forward(void* model, const Step* step) {
+  try {
+    static_cast<Model*>(model)->forward(*step);
+    return 0;
+  } catch (const std::exception&) {
+    return 1;
+  }
 }
+
 }

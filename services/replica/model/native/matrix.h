@@ -1,10 +1,10 @@
 // Quantised matrices in panels of 16 output columns, and their product with quantised rows.
 //
 // A weight is d * code + m per block of 32 inputs, codes unsigned: Q4_1 as the file has it; Q4_0 with m = -8 d and Q8_0
-// with m = -128 d (its codes shifted by 128), so that one product serves them all. An activation is s * q, q int8,
-// per block of 32, with s * (sum of q) beside it for the minimum's share:
+// with m = -128 d (its codes shifted by 128). An activation is s * q, q int8, per block of 32:
 //
-//     y[row, col] = sum over blocks  d * s * (sum of code * q)  +  m * (s * sum of q)
+//     Q4_1          y[row, col] = sum over blocks  d * s * (sum of code * q)  +  m * s * (sum of q)
+//     Q4_0, Q8_0    y[row, col] = sum over blocks  d * s * (sum of code * q  -  8 or 128 * sum of q)
 //
 // Panel layout, per block of 32 inputs:  groups g of 4 inputs, each 64 bytes: column 0 inputs 4g..4g+3, column 1 ...
 //     4-bit: 4 x 64 bytes, low half of a byte = group g, high half = group g + 4;  8-bit: 8 x 64 bytes
@@ -13,109 +13,113 @@
 // A row's result is the same to the bit whatever rows are computed beside it: integer sums are exact, and the float
 // operations of a row and column always come in the order of the blocks.
 #pragma once
-#include <cmath>
-#include <cstdlib>
-#include <vector>
-
+#include "memory.h"
 #include "simd.h"
 
 namespace chorus {
 
-constexpr int BLOCK = 32;    // inputs that share a scale
-constexpr int GROUPS = 8;    // groups of 4 inputs in a block
+constexpr int BLOCK = 32;  // inputs that share a scale
+constexpr int GROUPS = 8;  // groups of 4 inputs in a block
 #if defined(__AVX512F__)
-constexpr int TILE = 8;      // rows at a time: what the registers hold
+constexpr int TILE = 8;  // rows at a time: what the registers hold
 #else
 constexpr int TILE = 4;
 #endif
 
-enum Kind { Q4_0 = 2, Q4_1 = 3, Q8_0 = 8 };
+enum Kind { Q4_0 = 2, Q4_1 = 3, Q8_0 = 8 };  // the file format's numbers
+
+constexpr size_t raw_block_bytes(Kind kind) { return kind == Q4_1 ? 20 : kind == Q4_0 ? 18 : 34; }
+constexpr int code_bytes(Kind kind) { return kind == Q8_0 ? GROUPS * 64 : GROUPS * 32; }
+constexpr int zero_code(Kind kind) { return kind == Q4_1 ? 0 : kind == Q4_0 ? 8 : 128; }
 
 struct Matrix {
-  int rows_out = 0, cols_in = 0, panels = 0, blocks = 0;
   Kind kind = Q4_1;
+  int panels = 0, blocks = 0;
   size_t block_bytes = 0;
   uint8_t* data = nullptr;
 
-  int code_bytes() const { return kind == Q8_0 ? GROUPS * 64 : GROUPS * 32; }
-  const uint8_t* panel(int p) const { return data + size_t(p) * blocks * block_bytes; }
+  const uint8_t* block(int panel, int b) const { return data + (size_t(panel) * blocks + b) * block_bytes; }
 };
 
-// Rows as int8 with their scales; `passes` rows each in the precise mode (value and residual).
-struct Rows {
-  int8_t* codes;   // [rows * passes][cols]
-  float* scales;   // [rows * passes][cols / 32]
-  float* sums;     // [rows * passes][cols / 32]
-};
-
-static inline int code_of(const uint8_t* block, Kind kind, int i) {
-  switch (kind) {
-    case Q4_1: return i < 16 ? block[4 + i] & 15 : block[4 + i - 16] >> 4;
-    case Q4_0: return i < 16 ? block[2 + i] & 15 : block[2 + i - 16] >> 4;
-    default: return int8_t(block[2 + i]) + 128;
-  }
+static inline Matrix make_matrix(Memory& memory, Kind kind, int panels, int cols_in) {
+  Matrix m{kind, panels, cols_in / BLOCK, size_t(code_bytes(kind)) + (kind == Q4_1 ? 64 : 32), nullptr};
+  m.data = memory.take(size_t(m.panels) * m.blocks * m.block_bytes);
+  return m;
 }
 
-static inline size_t raw_block_bytes(Kind kind) { return kind == Q4_1 ? 20 : kind == Q4_0 ? 18 : 34; }
-
-// Repack rows [first, first + count) of a file's tensor as panels; `interleave` puts a second tensor's panels between.
-static inline void pack_panel(Matrix& m, int panel, const uint8_t* raw, int row0, int rows) {
-  const size_t raw_row = size_t(m.blocks) * raw_block_bytes(m.kind);
-  uint8_t* out = m.data + size_t(panel) * m.blocks * m.block_bytes;
-  for (int b = 0; b < m.blocks; b++, out += m.block_bytes) {
+// Up to 16 rows of a file's tensor, from `raw` on, become a panel; columns past `count` give 0.
+static inline void pack_panel(Matrix& m, int panel, const uint8_t* raw, int count) {
+  const size_t raw_row = m.blocks * raw_block_bytes(m.kind);
+  for (int b = 0; b < m.blocks; b++) {
+    uint8_t* out = const_cast<uint8_t*>(m.block(panel, b));
+    half* d = reinterpret_cast<half*>(out + code_bytes(m.kind));
     std::memset(out, 0, m.block_bytes);
-    half* d = reinterpret_cast<half*>(out + m.code_bytes());
-    for (int c = 0; c < LANES && row0 + c < rows; c++) {
-      const uint8_t* block = raw + (row0 + c) * raw_row + b * raw_block_bytes(m.kind);
-      std::memcpy(&d[c], block, 2);
-      if (m.kind == Q4_1) std::memcpy(&d[LANES + c], block + 2, 2);
+    for (int c = 0; c < LANES && c < count; c++) {
+      const uint8_t *from = raw + c * raw_row + b * raw_block_bytes(m.kind), *codes = from + (m.kind == Q4_1 ? 4 : 2);
+      std::memcpy(&d[c], from, 2);
+      if (m.kind == Q4_1) std::memcpy(&d[LANES + c], from + 2, 2);
       for (int i = 0; i < BLOCK; i++) {
-        const int g = i / 4, at = c * 4 + i % 4, code = code_of(block, m.kind, i);
-        if (m.kind == Q8_0) out[g * 64 + at] = uint8_t(code);
-        else out[(g % 4) * 64 + at] |= uint8_t(g < 4 ? code : code << 4);
+        const int g = i / 4, at = c * 4 + i % 4;
+        if (m.kind == Q8_0) out[g * 64 + at] = uint8_t(codes[i] + 128);
+        else out[g % 4 * 64 + at] |= uint8_t((i < 16 ? codes[i] & 15 : codes[i - 16] >> 4) << (g < 4 ? 0 : 4));
       }
     }
   }
 }
 
-static inline Matrix make_matrix(Kind kind, int rows_out, int cols_in) {
-  Matrix m;
-  m.kind = kind;
-  m.rows_out = rows_out;
-  m.cols_in = cols_in;
-  m.panels = (rows_out + LANES - 1) / LANES;
-  m.blocks = cols_in / BLOCK;
-  m.block_bytes = m.code_bytes() + (kind == Q4_1 ? 64 : 32);
-  const size_t bytes = (size_t(m.panels) * m.blocks * m.block_bytes + 63) / 64 * 64;
-  m.data = static_cast<uint8_t*>(std::aligned_alloc(64, bytes));
-  return m;
+// Row `row` of the file's tensor (a column of the panels) as floats: an embedding.
+static inline void unpack_row(const Matrix& m, int row, float* to) {
+  const int c = row % LANES;
+  for (int b = 0; b < m.blocks; b++) {
+    const uint8_t* in = m.block(row / LANES, b);
+    const half* d = reinterpret_cast<const half*>(in + code_bytes(m.kind));
+    const float scale = half_to_float(d[c]), least = m.kind == Q4_1 ? half_to_float(d[LANES + c]) : 0.0f;
+    for (int i = 0; i < BLOCK; i++) {
+      const int g = i / 4, at = c * 4 + i % 4;
+      const int code = m.kind == Q8_0 ? in[g * 64 + at] : in[g % 4 * 64 + at] >> (g < 4 ? 0 : 4) & 15;
+      to[b * BLOCK + i] = __builtin_fmaf(float(code - zero_code(m.kind)), scale, least);
+    }
+  }
 }
 
-// One row of `cols` floats -> int8 per block of 32. With `residual`, a second row holds what the first one missed.
-static inline void quantise_row(const float* x, int cols, const Rows& to, int row, bool residual) {
-  const int blocks = cols / BLOCK, passes = residual ? 2 : 1;
-  for (int b = 0; b < blocks; b++) {
-    const vf v[2] = {load(x + b * BLOCK), load(x + b * BLOCK + LANES)};
-    const float most = maximum(larger(larger(v[0], -v[0]), larger(v[1], -v[1])));
-    float scale = most / 127.0f;
-    vf rest[2] = {v[0], v[1]};
-    for (int pass = 0; pass < passes; pass++) {
-      const size_t at = size_t(row) * passes + pass;
-      const float inverse = scale > 0 ? 1.0f / scale : 0.0f;
-      int8_t* q = to.codes + at * cols + b * BLOCK;
-      vi total{};
+// --- quantised rows ---------------------------------------------------------------------------------------
+
+// Rows as int8 with their scales; in the precise mode each row is two: its value, and what that value missed.
+struct Rows {
+  int passes = 1, blocks = 0;
+  Buffer<int8_t> codes;   // [rows * passes][blocks * 32]
+  Buffer<float> scales;   // [rows * passes][blocks]
+  Buffer<float> shares;   // scale * sum of codes
+  Buffer<int32_t> minus;  // -8 * sum of codes
+
+  void need(int rows, int cols, int passes_) {
+    passes = passes_, blocks = cols / BLOCK;
+    codes.need(size_t(rows) * passes * cols);
+    const size_t count = size_t(rows) * passes * blocks;
+    scales.need(count), shares.need(count), minus.need(count);
+  }
+};
+
+// `count` blocks of a row, `x` their first number, to blocks first.. of `row`.
+static inline void quantise(const float* x, Rows& to, int row, int first, int count) {
+  const vf huge = all(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
+  for (int b = first; b < first + count; b++, x += BLOCK) {
+    vf rest[2] = {load(x), load(x + LANES)};
+    float scale = maximum(larger(larger(rest[0], -rest[0]), larger(rest[1], -rest[1]))) / 127.0f;
+    for (int pass = 0; pass < to.passes; pass++, scale /= 254.0f) {
+      const size_t at = (size_t(row) * to.passes + pass) * to.blocks + b;
+      const vf inverse = all(scale > 1e-30f ? 1.0f / scale : 0.0f);
+      vf total{};
       for (int h = 0; h < 2; h++) {
-        const vf rounded = fma(rest[h], all(inverse), all(12582912.0f)) - all(12582912.0f);
-        const vi n = __builtin_convertvector(rounded, vi);
-        total += n;
-        for (int i = 0; i < LANES; i++) q[h * LANES + i] = int8_t(n[i]);
+        const vf rounded = fma(rest[h], inverse, huge) - huge;
+        store_bytes(to.codes.data() + at * BLOCK + h * LANES, to_int(rounded));
         rest[h] = fma(rounded, all(-scale), rest[h]);
+        total = total + rounded;
       }
-      int count = 0;
-      for (int i = 0; i < LANES; i++) count += total[i];
-      to.scales[at * blocks + b] = scale;
-      to.sums[at * blocks + b] = scale * float(count);
-      scale /= 254.0f;
+      const float codes_sum = sum(total);
+      to.scales[at] = scale;
+      to.shares[at] = scale * codes_sum;
+      to.minus[at] = -8 * int32_t(codes_sum);
     }
   }
 }
@@ -126,54 +130,60 @@ static ALWAYS int32_t four(const int8_t* q) {
   return x;
 }
 
-// --- the product of one block: codes of 16 columns with R rows -> exact int32 sums ----------------------------
+// --- the product of one block: codes of 16 columns with R rows, added to `sums`; exact ---------------------
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 
 template <int R, bool EIGHT>
 static ALWAYS void block_dot(const uint8_t* codes, const int8_t* const* q, int at, vi* sums) {
   const __m512i low = _mm512_set1_epi8(15);
-  __m512i total[R];
-  for (int r = 0; r < R; r++) total[r] = _mm512_setzero_si512();
 #pragma GCC unroll 8
   for (int g = 0; g < GROUPS; g++) {
-    __m512i w;
-    if (EIGHT) w = _mm512_load_si512(codes + g * 64);
-    else {
-      w = _mm512_load_si512(codes + (g & 3) * 64);
-      w = _mm512_and_si512(g < 4 ? w : _mm512_srli_epi16(w, 4), low);
-    }
+    __m512i w = _mm512_loadu_si512(codes + (EIGHT ? g : g & 3) * 64);
+    if (!EIGHT) w = _mm512_and_si512(g < 4 ? w : _mm512_srli_epi16(w, 4), low);
 #pragma GCC unroll 8
-    for (int r = 0; r < R; r++) total[r] = _mm512_dpbusd_epi32(total[r], w, _mm512_set1_epi32(four(q[r] + at + g * 4)));
+    for (int r = 0; r < R; r++)
+      sums[r] = (vi)_mm512_dpbusd_epi32((__m512i)sums[r], w, _mm512_set1_epi32(four(q[r] + at + g * 4)));
   }
-  for (int r = 0; r < R; r++) sums[r] = (vi)total[r];
 }
 
 #elif defined(__AVX2__)
 
-// u4 x s8 pairs, summed 8 groups deep in int16: at most 8 * 2 * 15 * 127 = 30,480. Eight bits are two planes of four.
+// Eight columns. u4 x s8 pairs, summed 8 groups deep in int16: at most 8 * 2 * 15 * 127 = 30,480. Eight bits are two
+// planes of four.
 template <int R, bool EIGHT>
-static ALWAYS void block_dot(const uint8_t* codes, const int8_t* const* q, int at, vi* sums) {
+static ALWAYS void half_dot(const uint8_t* codes, const int8_t* const* q, int at, __m256i* sums) {
   const __m256i low = _mm256_set1_epi8(15), ones = _mm256_set1_epi16(1);
-  for (int side = 0; side < 2; side++) {
-    __m256i near[R], far[R];
-    for (int r = 0; r < R; r++) near[r] = far[r] = _mm256_setzero_si256();
+  for (int plane = EIGHT ? 1 : 0; plane >= 0; plane--) {
+    __m256i total[R];
+#pragma GCC unroll 4
+    for (int r = 0; r < R; r++) total[r] = _mm256_setzero_si256();
 #pragma GCC unroll 8
     for (int g = 0; g < GROUPS; g++) {
-      const __m256i raw = _mm256_load_si256((const __m256i*)(codes + (EIGHT ? g : g & 3) * 64 + side * 32));
-      const __m256i high = _mm256_and_si256(_mm256_srli_epi16(raw, 4), low), under = _mm256_and_si256(raw, low);
-      for (int r = 0; r < R; r++) {
-        const __m256i a = _mm256_set1_epi32(four(q[r] + at + g * 4));
-        if (EIGHT) far[r] = _mm256_add_epi16(far[r], _mm256_maddubs_epi16(high, a));
-        near[r] = _mm256_add_epi16(near[r], _mm256_maddubs_epi16(EIGHT || g < 4 ? under : high, a));
-      }
+      __m256i w = _mm256_loadu_si256((const __m256i*)(codes + (EIGHT ? g : g & 3) * 64));
+      w = _mm256_and_si256((EIGHT ? plane == 0 : g < 4) ? w : _mm256_srli_epi16(w, 4), low);
+#pragma GCC unroll 4
+      for (int r = 0; r < R; r++)
+        total[r] = _mm256_add_epi16(total[r], _mm256_maddubs_epi16(w, _mm256_set1_epi32(four(q[r] + at + g * 4))));
     }
+#pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
-      __m256i total = _mm256_madd_epi16(near[r], ones);
-      if (EIGHT) total = _mm256_add_epi32(total, _mm256_slli_epi32(_mm256_madd_epi16(far[r], ones), 4));
-      reinterpret_cast<__m256i*>(&sums[r])[side] = total;
+      __m256i wide = _mm256_madd_epi16(total[r], ones);
+      if (plane) wide = _mm256_slli_epi32(wide, 4);
+      sums[r] = _mm256_add_epi32(sums[r], wide);
     }
   }
+}
+
+template <int R, bool EIGHT>
+static ALWAYS void block_dot(const uint8_t* codes, const int8_t* const* q, int at, vi* sums) {
+  __m256i lo[R], hi[R];
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++) lo[r] = (__m256i)sums[r].lo, hi[r] = (__m256i)sums[r].hi;
+  half_dot<R, EIGHT>(codes, q, at, lo);
+  half_dot<R, EIGHT>(codes + 32, q, at, hi);
+#pragma GCC unroll 4
+  for (int r = 0; r < R; r++) sums[r] = {(ireg)lo[r], (ireg)hi[r]};
 }
 
 #else
@@ -181,7 +191,8 @@ static ALWAYS void block_dot(const uint8_t* codes, const int8_t* const* q, int a
 template <int R, bool EIGHT>
 static ALWAYS void block_dot(const uint8_t* codes, const int8_t* const* q, int at, vi* sums) {
   for (int r = 0; r < R; r++) {
-    int32_t total[LANES] = {};
+    int32_t total[LANES];
+    std::memcpy(total, &sums[r], sizeof total);
     for (int g = 0; g < GROUPS; g++) {
       const uint8_t* w = codes + (EIGHT ? g : g & 3) * 64;
       for (int c = 0; c < LANES; c++)
@@ -196,67 +207,73 @@ static ALWAYS void block_dot(const uint8_t* codes, const int8_t* const* q, int a
 
 #endif
 
-// R rows with P neighbouring panels: out[p * R + r] holds 16 columns. Several panels hide the latency of few rows.
-template <int R, int P, Kind KIND>
-static ALWAYS void tile(const Matrix& m, int panel, const Rows& rows, int row, vf* out) {
-  constexpr bool EIGHT = KIND == Q8_0;
-  const int cols = m.cols_in, blocks = m.blocks;
+// R rows with two neighbouring panels, which hide the latency of few rows: out[p * R + r] holds 16 columns.
+template <int R, Kind KIND>
+static __attribute__((noinline)) void tile(const Matrix& m, int panel, const Rows& rows, int row, vf* out) {
+  const int blocks = m.blocks;
   const int8_t* q[R];
-  for (int r = 0; r < R; r++) q[r] = rows.codes + size_t(row + r) * cols;
-  const float *scales = rows.scales + size_t(row) * blocks, *shares = rows.sums + size_t(row) * blocks;
-  vf total[R * P];
-  for (int i = 0; i < R * P; i++) total[i] = vf{};
-  const uint8_t* at[P];
-  for (int p = 0; p < P; p++) at[p] = m.panel(panel + p);
+#pragma GCC unroll 8
+  for (int r = 0; r < R; r++) q[r] = rows.codes.data() + size_t(row + r) * blocks * BLOCK;
+  const size_t first = size_t(row) * blocks;
+  const float *scales = rows.scales.data() + first, *shares = rows.shares.data() + first;
+  const int32_t* minus = rows.minus.data() + first;
+  const uint8_t* at[2] = {m.block(panel, 0), m.block(panel + 1, 0)};
+  vf total[R * 2];
+#pragma GCC unroll 16
+  for (int i = 0; i < R * 2; i++) total[i] = vf{};
   for (int b = 0; b < blocks; b++) {
-#pragma GCC unroll 4
-    for (int p = 0; p < P; p++, at[p - 1] += m.block_bytes) {
+#pragma GCC unroll 2
+    for (int p = 0; p < 2; p++) {
       vi sums[R];
-      block_dot<R, EIGHT>(at[p], q, b * BLOCK, sums);
-      const half* d = reinterpret_cast<const half*>(at[p] + (EIGHT ? 512 : 256));
-      const vf scale = load_half(d);
-      const vf least = KIND == Q4_1 ? load_half(d + LANES) : scale * all(EIGHT ? -128.0f : -8.0f);
+#pragma GCC unroll 8
+      for (int r = 0; r < R; r++) {
+        sums[r] = KIND == Q4_1 ? vi{} : all_int(minus[r * blocks + b]);
+        if (KIND == Q8_0) sums[r] = sums[r] << 4;
+      }
+      block_dot<R, KIND == Q8_0>(at[p], q, b * BLOCK, sums);
+      const half* d = reinterpret_cast<const half*>(at[p] + code_bytes(KIND));
+      const vf scale = load_half(d), least = KIND == Q4_1 ? load_half(d + LANES) : vf{};
 #pragma GCC unroll 8
       for (int r = 0; r < R; r++) {
         vf& t = total[p * R + r];
-        t = fma(__builtin_convertvector(sums[r], vf), scale * all(scales[r * blocks + b]), t);
-        t = fma(least, all(shares[r * blocks + b]), t);
+        t = fma(to_float(sums[r]), scale * all(scales[r * blocks + b]), t);
+        if (KIND == Q4_1) t = fma(least, all(shares[r * blocks + b]), t);
       }
+      at[p] += m.block_bytes;
     }
   }
-  for (int i = 0; i < R * P; i++) out[i] = total[i];
+#pragma GCC unroll 16
+  for (int i = 0; i < R * 2; i++) out[i] = total[i];
 }
 
-// Panels [from, to) of the product with `count` rows. `put(panel, row, values)` takes each 16 columns of a row, of P
-// panels at a time: values[0..P). In the precise mode a row is two: its value and its residual, added here.
-template <int P, Kind KIND, class Put>
-static void product_of(const Matrix& m, int from, int to, const Rows& rows, int count, bool residual, const Put& put) {
-  const int total = residual ? count * 2 : count;
-  vf out[TILE * P], one[P];
-  for (int panel = from; panel < to; panel += P) {
-    for (int row = 0; row < total;) {
-      const int left = total - row;
-      int n;
-      if (left >= TILE) tile<TILE, P, KIND>(m, panel, rows, row, out), n = TILE;
-      else if (left >= 4) tile<4, P, KIND>(m, panel, rows, row, out), n = 4;
-      else if (left >= 2) tile<2, P, KIND>(m, panel, rows, row, out), n = 2;
-      else tile<1, P, KIND>(m, panel, rows, row, out), n = 1;
-      const int step = residual ? 2 : 1;
-      for (int r = 0; r < n; r += step) {
-        for (int p = 0; p < P; p++) one[p] = residual ? out[p * n + r] + out[p * n + r + 1] : out[p * n + r];
-        put(panel, (row + r) / step, one);
-      }
-      row += n;
-    }
-  }
-}
-
-template <int P, class Put>
-static void product(const Matrix& m, int from, int to, const Rows& rows, int count, bool residual, const Put& put) {
+template <int R>
+static void tile_of(const Matrix& m, int panel, const Rows& rows, int row, vf* out) {
   switch (m.kind) {
-    case Q4_1: return product_of<P, Q4_1>(m, from, to, rows, count, residual, put);
-    case Q4_0: return product_of<P, Q4_0>(m, from, to, rows, count, residual, put);
-    case Q8_0: return product_of<P, Q8_0>(m, from, to, rows, count, residual, put);
+    case Q4_1: return tile<R, Q4_1>(m, panel, rows, row, out);
+    case Q4_0: return tile<R, Q4_0>(m, panel, rows, row, out);
+    case Q8_0: return tile<R, Q8_0>(m, panel, rows, row, out);
+  }
+}
+
+// Panels [from, to), two at a time, of the product with `count` rows. `put(panel, row, values)` takes the 16 columns of
+// each of the two panels. In the precise mode a row is two: its value and its residual, added here.
+template <class Put>
+static void product(const Matrix& m, int from, int to, const Rows& rows, int count, const Put& put) {
+  const int passes = rows.passes, total = count * passes;
+  vf out[TILE * 2];
+  for (int panel = from; panel < to; panel += 2) {
+    for (int row = 0, n; row < total; row += n) {
+      const int left = total - row;
+      if (left >= TILE) n = TILE, tile_of<TILE>(m, panel, rows, row, out);
+      else if (left >= 4) n = 4, tile_of<4>(m, panel, rows, row, out);
+      else if (left >= 2) n = 2, tile_of<2>(m, panel, rows, row, out);
+      else n = 1, tile_of<1>(m, panel, rows, row, out);
+      for (int r = 0; r < n; r += passes) {
+        vf y[2] = {out[r], out[n + r]};
+        if (passes == 2) y[0] = y[0] + out[r + 1], y[1] = y[1] + out[n + r + 1];
+        put(panel, (row + r) / passes, y);
+      }
+    }
   }
 }
 

@@ -1,40 +1,132 @@
-// Sixteen lanes everywhere: one zmm, two ymm, or whatever the compiler makes of a 64-byte vector.
-// Every processor does the same operations in the same order per lane; only dot products of codes differ by instruction.
+// Sixteen lanes everywhere: one register of AVX-512, two of AVX2, four of SSE2 or Neon.
+//
+// Every processor does the same float operations in the same order per lane (multiplications and additions are fused
+// where it says `fma` and nowhere else), and dot products of codes are exact: the bits of a result do not depend on
+// the instruction set.
 #pragma once
 #include <cstdint>
 #include <cstring>
-#if defined(__AVX2__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
 namespace chorus {
 
-constexpr int LANES = 16;
-typedef float vf __attribute__((vector_size(64), aligned(64)));
-typedef float vf_u __attribute__((vector_size(64), aligned(4)));
-typedef int32_t vi __attribute__((vector_size(64), aligned(64)));
-typedef uint16_t half;
-
 #define ALWAYS inline __attribute__((always_inline))
 
-static ALWAYS vf load(const float* p) { return *reinterpret_cast<const vf_u*>(p); }
-static ALWAYS void store(float* p, vf v) { *reinterpret_cast<vf_u*>(p) = v; }
-static ALWAYS vf all(float x) { return vf{} + x; }
-static ALWAYS vf larger(vf a, vf b) { return a > b ? a : b; }
+constexpr int LANES = 16;
+typedef uint16_t half;
 
-static ALWAYS vf fma(vf a, vf b, vf c) {
+// --- one register -----------------------------------------------------------------------------------------
+
 #if defined(__AVX512F__)
-  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__FMA__)
-  union { vf v; __m256 h[2]; } x{a}, y{b}, z{c};
-  z.h[0] = _mm256_fmadd_ps(x.h[0], y.h[0], z.h[0]);
-  z.h[1] = _mm256_fmadd_ps(x.h[1], y.h[1], z.h[1]);
-  return z.v;
+constexpr int WIDTH = 16;
+#elif defined(__AVX2__)
+constexpr int WIDTH = 8;
 #else
-  vf r;
-  for (int i = 0; i < LANES; i++) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
+constexpr int WIDTH = 4;
+#endif
+typedef float quad __attribute__((vector_size(16)));
+typedef float reg __attribute__((vector_size(WIDTH * 4)));
+typedef int32_t ireg __attribute__((vector_size(WIDTH * 4)));
+typedef float reg_anywhere __attribute__((vector_size(WIDTH * 4), aligned(4)));
+
+static ALWAYS reg fma(reg a, reg b, reg c) {
+#if defined(__AVX512F__)
+  return (reg)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (reg)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  reg r;
+  for (int i = 0; i < WIDTH; i++) r[i] = __builtin_fmaf(a[i], b[i], c[i]);
   return r;
 #endif
+}
+
+static ALWAYS reg larger(reg a, reg b) { return a > b ? a : b; }
+static ALWAYS ireg to_int(reg a) { return __builtin_convertvector(a, ireg); }
+static ALWAYS reg to_float(ireg a) { return __builtin_convertvector(a, reg); }
+static ALWAYS reg choose(ireg mask, reg a, reg b) { return mask ? a : b; }
+static ALWAYS ireg choose(ireg mask, ireg a, ireg b) { return mask ? a : b; }
+static ALWAYS reg as_float(ireg a) { return (reg)a; }
+
+// --- sixteen lanes as a tree of registers -----------------------------------------------------------------
+
+template <class T>
+struct Pair {
+  T lo, hi;
+};
+
+#define CHORUS_BINARY(op) \
+  template <class T> static ALWAYS Pair<T> operator op(Pair<T> a, Pair<T> b) { return {a.lo op b.lo, a.hi op b.hi}; }
+CHORUS_BINARY(+)
+CHORUS_BINARY(-)
+CHORUS_BINARY(*)
+CHORUS_BINARY(/)
+#undef CHORUS_BINARY
+template <class T> static ALWAYS Pair<T> operator-(Pair<T> a) { return {-a.lo, -a.hi}; }
+template <class T> static ALWAYS Pair<T> operator<<(Pair<T> a, int by) { return {a.lo << by, a.hi << by}; }
+template <class T> static ALWAYS auto operator>(Pair<T> a, Pair<T> b) {
+  return Pair<decltype(a.lo > b.lo)>{a.lo > b.lo, a.hi > b.hi};
+}
+template <class T> static ALWAYS Pair<T> fma(Pair<T> a, Pair<T> b, Pair<T> c) {
+  return {fma(a.lo, b.lo, c.lo), fma(a.hi, b.hi, c.hi)};
+}
+template <class T> static ALWAYS Pair<T> larger(Pair<T> a, Pair<T> b) { return {larger(a.lo, b.lo), larger(a.hi, b.hi)}; }
+template <class M, class T> static ALWAYS Pair<T> choose(Pair<M> mask, Pair<T> a, Pair<T> b) {
+  return {choose(mask.lo, a.lo, b.lo), choose(mask.hi, a.hi, b.hi)};
+}
+template <class T> static ALWAYS auto to_int(Pair<T> a) { return Pair<decltype(to_int(a.lo))>{to_int(a.lo), to_int(a.hi)}; }
+template <class T> static ALWAYS auto to_float(Pair<T> a) {
+  return Pair<decltype(to_float(a.lo))>{to_float(a.lo), to_float(a.hi)};
+}
+template <class T> static ALWAYS auto as_float(Pair<T> a) {
+  return Pair<decltype(as_float(a.lo))>{as_float(a.lo), as_float(a.hi)};
+}
+
+#if defined(__AVX512F__)
+typedef reg vf;
+typedef ireg vi;
+#elif defined(__AVX2__)
+typedef Pair<reg> vf;
+typedef Pair<ireg> vi;
+#else
+typedef Pair<Pair<reg>> vf;
+typedef Pair<Pair<ireg>> vi;
+#endif
+static_assert(sizeof(vf) == LANES * 4 && sizeof(vi) == LANES * 4);
+
+// --- memory -----------------------------------------------------------------------------------------------
+
+static ALWAYS void put(reg* to, float x) { *to = reg{} + x; }
+static ALWAYS void put(ireg* to, int32_t x) { *to = ireg{} + x; }
+template <class T, class X> static ALWAYS void put(Pair<T>* to, X x) { put(&to->lo, x), put(&to->hi, x); }
+static ALWAYS vf all(float x) {
+  vf v;
+  put(&v, x);
+  return v;
+}
+static ALWAYS vi all_int(int32_t x) {
+  vi v;
+  put(&v, x);
+  return v;
+}
+
+static ALWAYS void load_to(reg* to, const float* p) { *to = *reinterpret_cast<const reg_anywhere*>(p); }
+template <class T> static ALWAYS void load_to(Pair<T>* to, const float* p) {
+  load_to(&to->lo, p), load_to(&to->hi, p + sizeof(T) / 4);
+}
+static ALWAYS vf load(const float* p) {
+  vf v;
+  load_to(&v, p);
+  return v;
+}
+static ALWAYS void store(float* p, reg v) { *reinterpret_cast<reg_anywhere*>(p) = v; }
+template <class T> static ALWAYS void store(float* p, Pair<T> v) { store(p, v.lo), store(p + sizeof(T) / 4, v.hi); }
+
+static ALWAYS vf lanes() {
+  const float numbers[LANES] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return load(numbers);
 }
 
 // IEEE half <-> float, round to nearest even.
@@ -79,37 +171,81 @@ static ALWAYS vf load_half(const half* p) {
 #if defined(__AVX512F__)
   return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #elif defined(__F16C__)
-  union { vf v; __m256 h[2]; } x;
-  x.h[0] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p));
-  x.h[1] = _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)));
-  return x.v;
+  return {(reg)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)p)),
+          (reg)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(p + 8)))};
 #else
-  vf r;
-  for (int i = 0; i < LANES; i++) r[i] = half_to_float(p[i]);
-  return r;
+  float f[LANES];
+  for (int i = 0; i < LANES; i++) f[i] = half_to_float(p[i]);
+  return load(f);
 #endif
 }
 
-// The lanes' sum and maximum, always in the same tree.
-static ALWAYS float sum(vf v) {
-  float t[LANES];
-  store(t, v);
-  for (int width = LANES / 2; width; width /= 2)
-    for (int i = 0; i < width; i++) t[i] += t[i + width];
-  return t[0];
+static ALWAYS void store_half(half* p, vf v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__F16C__)
+  _mm_storeu_si128((__m128i*)p, _mm256_cvtps_ph((__m256)v.lo, _MM_FROUND_TO_NEAREST_INT));
+  _mm_storeu_si128((__m128i*)(p + 8), _mm256_cvtps_ph((__m256)v.hi, _MM_FROUND_TO_NEAREST_INT));
+#else
+  float f[LANES];
+  store(f, v);
+  for (int i = 0; i < LANES; i++) p[i] = float_to_half(f[i]);
+#endif
 }
 
-static ALWAYS float maximum(vf v) {
-  float best = v[0];
-  for (int i = 1; i < LANES; i++) best = v[i] > best ? v[i] : best;
-  return best;
+// Sixteen numbers of -127..127 as bytes.
+static ALWAYS void store_bytes(int8_t* p, vi v) {
+#if defined(__AVX512F__)
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v));
+#elif defined(__AVX2__)
+  const __m256i pairs = _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)v.lo, (__m256i)v.hi), 0xD8);
+  _mm_storeu_si128((__m128i*)p, _mm_packs_epi16(_mm256_castsi256_si128(pairs), _mm256_extracti128_si256(pairs, 1)));
+#else
+  int32_t n[LANES];
+  std::memcpy(n, &v, sizeof n);
+  for (int i = 0; i < LANES; i++) p[i] = int8_t(n[i]);
+#endif
 }
+
+// --- over the lanes: always the same tree, lane i with i + 8, then + 4, + 2, + 1 -----------------------------
+
+struct Add {
+  template <class T> static ALWAYS T of(T a, T b) { return a + b; }
+};
+struct Larger {
+  template <class T> static ALWAYS T of(T a, T b) { return a > b ? a : b; }
+};
+
+template <class Op> static ALWAYS float reduce(quad v) {
+  return Op::template of<float>(Op::template of<float>(v[0], v[2]), Op::template of<float>(v[1], v[3]));
+}
+#if defined(__AVX2__)
+typedef float octet __attribute__((vector_size(32)));
+template <class Op> static ALWAYS float reduce(octet v) {
+  return reduce<Op>(Op::of(__builtin_shufflevector(v, v, 0, 1, 2, 3), __builtin_shufflevector(v, v, 4, 5, 6, 7)));
+}
+#endif
+#if defined(__AVX512F__)
+template <class Op> static ALWAYS float reduce(reg v) {
+  return reduce<Op>(Op::of(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7),
+                           __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15)));
+}
+#endif
+template <class Op, class T> static ALWAYS float reduce(Pair<Pair<T>> v) {
+  return reduce<Op>(Pair<T>{Op::of(v.lo.lo, v.hi.lo), Op::of(v.lo.hi, v.hi.hi)});
+}
+template <class Op> static ALWAYS float reduce(Pair<reg> v) { return reduce<Op>(Op::of(v.lo, v.hi)); }
+
+static ALWAYS float sum(vf v) { return reduce<Add>(v); }
+static ALWAYS float maximum(vf v) { return reduce<Larger>(v); }
+
+// --- functions --------------------------------------------------------------------------------------------
 
 // e^x for x <= 88, relative error below 2e-7; 0 far below.
 static ALWAYS vf exponential(vf x) {
-  const vf low = all(-87.0f);
-  x = x < low ? low : x;
-  vf n = fma(x, all(1.44269504f), all(12582912.0f)) - all(12582912.0f);  // rounded by the float unit
+  const vf huge = all(12582912.0f);  // 1.5 * 2^23: adding it leaves a whole number
+  x = larger(x, all(-87.0f));
+  const vf n = fma(x, all(1.44269504f), huge) - huge;
   vf r = fma(n, all(-0.693359375f), x);
   r = fma(n, all(2.12194440e-4f), r);
   vf p = all(1.9875691500e-4f);
@@ -119,10 +255,7 @@ static ALWAYS vf exponential(vf x) {
   p = fma(p, r, all(1.6666665459e-1f));
   p = fma(p, r, all(5.0000001201e-1f));
   p = fma(p, r * r, r + all(1.0f));
-  vi power = (__builtin_convertvector(n, vi) + 127) << 23;
-  vf scale;
-  std::memcpy(&scale, &power, sizeof scale);
-  return p * scale;
+  return p * as_float((to_int(n) + all_int(127)) << 23);
 }
 
 }  // namespace chorus
