@@ -54,6 +54,7 @@ def make_app(doors: Doors, health: HealthDoors, web_dir: Path, draining: Drainin
     app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[_envelope(draining, log)])
     health.add_to(app)
     doors.add_to(app)
+    app.on_response_prepare.append(_harden)
     if (web_dir / "index.html").is_file():
         _add_page(app, web_dir)
     return app
@@ -118,17 +119,18 @@ def _shaped(error: web.HTTPException) -> web.Response:
     return response
 
 
+async def _harden(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers["Server"] = "chorus"
+    if request.path == "/" or request.path.startswith("/web/"):
+        response.headers.update(_PAGE_HEADERS)
+
+
 def _add_page(app: web.Application, web_dir: Path) -> None:
     async def page(_: web.Request) -> web.FileResponse:
-        return web.FileResponse(web_dir / "index.html", headers=_PAGE_HEADERS)
-
-    async def harden(request: web.Request, response: web.StreamResponse) -> None:
-        if request.path.startswith("/web/"):
-            response.headers.update(_PAGE_HEADERS)
+        return web.FileResponse(web_dir / "index.html")
 
     app.router.add_get("/", page)
     app.router.add_static("/web", web_dir)
-    app.on_response_prepare.append(harden)
 
 
 class _Connections:

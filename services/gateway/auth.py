@@ -24,8 +24,11 @@ _ASK_AGAIN_S = 5.0  # after a question that nobody answered, for a key that is s
 
 
 class Lookup(Protocol):
-    async def key(self, digest: bytes) -> Principal:
-        """Whose key it is; RefusedError NOT_FOUND for none, BusError or UNAVAILABLE when nobody can say."""
+    async def key(self, digest: bytes, *, patient: bool) -> Principal:
+        """Whose key it is; RefusedError NOT_FOUND for none, BusError or UNAVAILABLE when nobody can say.
+
+        `patient`: worth waiting for somebody who can.
+        """
         ...
 
 
@@ -111,8 +114,10 @@ class Keys:
         digest = hashlib.sha256(key.encode()).digest()
         now = self._now_s()
         known = self._cache.get(digest, now)
-        if known is None or now >= known.ask_s:
+        if known is None:
             known = await self._ask(digest)
+        elif now >= known.ask_s and digest not in self._asking:  # the others go on with what was true a minute ago
+            known = await self._ask(digest, patient=False)
         if known.principal is None:
             raise ProblemError(problem_of_status(401, "That API key is not valid."))
         return known.principal
@@ -120,14 +125,14 @@ class Keys:
     def revoked(self, key_id: str) -> None:
         self._cache.revoke(key_id)
 
-    async def _ask(self, digest: bytes) -> _Known:
+    async def _ask(self, digest: bytes, *, patient: bool = True) -> _Known:
         lock = self._asking.setdefault(digest, asyncio.Lock())
         try:
             async with lock:
                 known = self._cache.get(digest, self._now_s())
                 if known is not None and self._now_s() < known.ask_s:
                     return known  # somebody asked while we waited
-                await self._ask_now(digest)
+                await self._ask_now(digest, patient=patient)
         finally:
             if not lock.locked():
                 self._asking.pop(digest, None)
@@ -136,9 +141,9 @@ class Keys:
             raise unavailable("API keys cannot be checked right now. Try again in a moment.")
         return known
 
-    async def _ask_now(self, digest: bytes) -> None:
+    async def _ask_now(self, digest: bytes, *, patient: bool) -> None:
         try:
-            principal = await self._lookup.key(digest)
+            principal = await self._lookup.key(digest, patient=patient)
         except RefusedError as error:
             if error.refusal.kind is RefusalKind.NOT_FOUND:
                 self._cache.absent(digest, self._now_s())

@@ -57,29 +57,33 @@ class Conversation:
     async def input_items(self, ref: ReplyRef) -> tuple[InputItem, ...]:
         return (await self._ask("input_items", ref, InputItems)).items
 
-    async def key(self, digest: bytes) -> Principal:
-        return (await self._ask("key", KeyLookup(digest=digest), KeyFound, timeout_s=KEY_LOOKUP_S)).principal
+    async def key(self, digest: bytes, *, patient: bool) -> Principal:
+        question = KeyLookup(digest=digest)
+        return (await self._ask("key", question, KeyFound, timeout_s=KEY_LOOKUP_S, patient=patient)).principal
 
-    async def _ask(self, verb: str, question: Message, kind: type[A], timeout_s: float | None = None) -> A:
-        """Nobody there: again for a few seconds. No answer in time: once more, to another one with luck."""
+    async def _ask(
+        self, verb: str, question: Message, kind: type[A], *, timeout_s: float | None = None, patient: bool = True
+    ) -> A:
+        """Nobody there: again for a few seconds. No answer in time: once more, to another one with luck.
+
+        Whoever is not patient asks once.
+        """
         timeout_s = REQUEST_TIMEOUT_S if timeout_s is None else timeout_s
         subject, data = self._names.conversation(verb), encode(question)
         if len(data) > PAYLOAD_BYTES_MAX - _ENVELOPE_BYTES:
             said = f"The request is {len(data)} bytes when parsed; at most {PAYLOAD_BYTES_MAX - _ENVELOPE_BYTES} fit."
             raise RefusedError(Refusal(kind=RefusalKind.BAD_REQUEST, message=said))
         give_up_s = clock.now_s() + min(CONVERSATION_TRY_S, timeout_s)
-        timeouts = 0
-        while True:
+        tries_left = 2 if patient else 1  # that may end without an answer
+        while tries_left:
             try:
                 return self._read(await self._bus.request(subject, data, timeout_s=timeout_s), kind)
             except NoRespondersError:
-                if clock.now_s() >= give_up_s:
+                if not patient or clock.now_s() >= give_up_s:
                     break
                 await asyncio.sleep(_RETRY_S * (0.5 + clock.random_unit()))
             except BusTimeoutError:
-                timeouts += 1
-                if timeouts == 2:
-                    break
+                tries_left -= 1
         raise unavailable("The conversation service does not answer. Try again in a moment.")
 
     def _read(self, answer: BusMessage, kind: type[A]) -> A:

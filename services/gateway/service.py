@@ -46,7 +46,8 @@ class GatewayService:
         )
 
     async def listen(self, stack: AsyncExitStack) -> int:
-        """Open the HTTP doors until the stack closes; returns the port."""
+        """Open the HTTP doors until the stack closes; returns the port. Subscribes first: no frame is missed."""
+        await self.start()
         app = make_app(self._doors, self.health, self._settings.web_dir, self._draining, self._log)
         return await listen(stack, app, self._settings.http_host, self._settings.http_port)
 

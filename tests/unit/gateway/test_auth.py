@@ -30,8 +30,9 @@ class Desk:
         self.now = 1000.0
         self.keys = Keys(self, lambda: self.now)
 
-    async def key(self, digest):
+    async def key(self, digest, *, patient):
         self.asked += 1
+        self.patient = patient
         known = self.known.get(digest)
         await self.gate.wait()
         if not self.up:
@@ -127,6 +128,23 @@ async def test_a_crowd_with_one_key_asks_once():
     desk.gate.set()
     assert await asyncio.gather(*crowd) == [200] * 50
     assert desk.asked == 1
+
+
+async def test_while_one_asks_about_an_ageing_key_the_others_do_not_wait():
+    """Revalidation is one impatient question; requests beside it go on with what was true a minute ago."""
+    desk = Desk()
+    await desk.status()
+    assert desk.patient
+    desk.now += KEY_FRESH_S + 1
+    desk.gate.clear()
+    first = asyncio.create_task(desk.status())
+    while desk.asked < 2:
+        await asyncio.sleep(0)
+    assert not desk.patient
+    assert [await desk.status() for _ in range(5)] == [200] * 5
+    assert desk.asked == 2
+    desk.gate.set()
+    assert await first == 200
 
 
 def test_the_cache_is_bounded_and_forgets_the_least_recently_used():
