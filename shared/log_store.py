@@ -6,7 +6,7 @@ writer ──append (conditional)──> bucket ──republished──> followe
 
 import asyncio
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
 
 import msgspec
@@ -132,18 +132,27 @@ class LogStore:
 
     # --- reading ---------------------------------------------------------------------------------------
 
-    async def read(self, reply_id: str) -> LogView:
+    async def read(self, reply_id: str, known: LogView | None = None) -> LogView:
         """The log as it stands now. An unknown or wholly expired one is empty: `accepted` is None, `last_seq` 0.
 
+        `known` is what was read of it before: only what follows is read, if its last entry still stands; else all.
         Raises LogGoneError when its head is missing, TokenLogError when an entry may not stand where it does.
         """
+        if known is not None and known.last_seq:
+            view = known.copy()
+            messages = await self._messages(reply_id, view.last_seq - 1)
+            if messages and messages[0].seq == view.last_seq:
+                self._fold(messages[1:], reply_id, view)
+                return view
         view = LogView()
         await self._advance(reply_id, view)
         return view
 
     async def _advance(self, reply_id: str, view: LogView) -> None:
         """Fold what stands after the view's last entry."""
-        messages = await self._messages(reply_id, view.last_seq)
+        self._fold(await self._messages(reply_id, view.last_seq), reply_id, view)
+
+    def _fold(self, messages: Sequence[StreamMessage], reply_id: str, view: LogView) -> None:
         entries = self._decoded(messages)
         if entries and view.last_seq == 0:
             check_head(reply_id, entries[0])

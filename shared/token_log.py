@@ -14,7 +14,7 @@ Pure: no clock, no bus. `LogView` folds entries, `LogWriter` decides a replica's
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from shared.errors import TokenLogError
@@ -127,6 +127,10 @@ class LogView:
         self.texts.extend(texts)
         if entry.cached_tokens is not None:
             self.cached_tokens = max(self.cached_tokens, entry.cached_tokens)
+
+    def copy(self) -> "LogView":
+        """Another one that says the same and goes its own way."""
+        return replace(self, ids=list(self.ids), texts=list(self.texts))
 
     def apply_all(self, entries: Iterable[SequencedEntry]) -> "LogView":
         for item in entries:

@@ -48,10 +48,11 @@ class Hands:
     def __init__(self, bus: Bus, store: LogStore, names: Names, router: str) -> None:
         self._bus, self._store, self._names, self._router = bus, store, names, router
 
-    async def do(self, command: Asked) -> Answer:
+    async def do(self, command: Asked, known: LogView | None = None) -> Answer:
+        """`known` is what the lease has read of the log already: only what follows is read again."""
         match command:
             case ReadLog():
-                return await self._read(command)
+                return await self._read(command, known)
             case AppendOpen():
                 return await self._open(command)
             case SendDispatch():
@@ -63,10 +64,10 @@ class Hands:
             case Archive():
                 return await self._archive(command)
 
-    async def _read(self, command: ReadLog) -> Answer:
+    async def _read(self, command: ReadLog, known: LogView | None) -> Answer:
         reply_id, ticket = command.reply_id, command.ticket
         try:
-            return LogRead(reply_id=reply_id, ticket=ticket, view=await self._store.read(reply_id))
+            return LogRead(reply_id=reply_id, ticket=ticket, view=await self._store.read(reply_id, known))
         except LogGoneError:
             return LogRead(reply_id=reply_id, ticket=ticket, view=LogView())  # without its head it is no log
         except (BusError, TokenLogError):

@@ -415,7 +415,8 @@ class RouterService:
     # --- acts on the bus ---------------------------------------------------------------------------------------
 
     async def _do(self, command: Asked) -> None:
-        answer = await self._hands.do(command)
+        lease = self._table.get(command.reply_id)
+        answer = await self._hands.do(command, lease.view if lease is not None else None)
         self._keep_claims(command, answer)
         lease = self._table.get(command.reply_id)
         if lease is not None:
