@@ -14,7 +14,9 @@ class Figures:
         self._refusals = metrics.counter("refusals_total", "demands that were said no to", ("kind",))
         self.verb_s = metrics.histogram("conversation_verb_s", "a verb received to its answer sent", ("verb",))
         self.in_progress = metrics.gauge("conversation_in_progress", "verbs being worked on")
-        self.crashed = metrics.counter("conversation_errors_total", "answers that failed by a fault of ours", ("verb",))
+        self.crashed = metrics.counter(
+            "conversation_errors_total", "verbs and jobs that failed by our own fault", ("verb",)
+        )
         self.attached = metrics.counter("sends_attached_total", "sends whose idempotency key had a reply already")
         self.turns_dropped = metrics.counter("turns_dropped_total", "oldest turns left out of a context")
         self.input_checks = metrics.counter("input_checks_total", "input checks by outcome", ("outcome",))

@@ -6,6 +6,8 @@ purges    deleted or withdrawn, the end archived          ──> log and ENDED 
 claims    idempotency keys past their age                 ──> free again
 """
 
+import msgspec
+
 from services.conversation.archive import Archive
 from services.conversation.figures import Figures
 from services.conversation.queueing import Queueing
@@ -57,9 +59,9 @@ class Guards:
                 ended = await self._queueing.queue(row.subject, _request.decode(row.request))
             except RefusedError:
                 continue  # still full: it stays in the outbox until there is room, or until its deadline
-            except (LogGoneError, TokenLogError) as error:
-                self._log.error("outbox_log_unusable", reply_id=row.reply_id, error=str(error))
-                await self._store.give_up(row.reply_id, "Its log was lost.")
+            except (LogGoneError, TokenLogError, msgspec.DecodeError) as error:
+                self._log.error("outbox_unusable", reply_id=row.reply_id, error=str(error))
+                await self._store.give_up(row.reply_id, "It could not be queued any more.")
                 continue
             if ended is not None:
                 await self._archive.store([ended])

@@ -24,6 +24,10 @@ class QueuedMarks:
         self._queued.append(reply_id)
         self._wake.set()
 
+    @property
+    def pending(self) -> int:
+        return len(self._queued)
+
     async def run(self) -> None:
         """Write what was noted, for as long as the service lives."""
         while True:

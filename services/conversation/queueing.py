@@ -6,15 +6,18 @@ append accepted (expects an empty log) ──> publish to the lane (message id =
 
 import msgspec
 
+from shared import clock
 from shared.bus import Bus
 from shared.errors import RefusedError, StreamFullError, WrongLastSequenceError
 from shared.limits import APPEND_TIMEOUT_S
 from shared.log_store import LogStore
 from shared.messages import EndedReply, GenerateRequest, encode
 from shared.outcomes import Refusal, RefusalKind
+from shared.tiers import Tier
 from shared.token_log import LogView, ended_reply
 
 LANE_FULL_RETRY_S = 10.0
+LANE_LOOK_S = 0.25  # a lane found full is tried again this often; who comes in between is refused without any work
 
 LOG_FULL = Refusal(
     kind=RefusalKind.LOG_FULL,
@@ -29,8 +32,14 @@ LANE_FULL = Refusal(
 
 
 class Queueing:
-    def __init__(self, bus: Bus, logs: LogStore) -> None:
-        self._bus, self._logs = bus, logs
+    def __init__(self, bus: Bus, logs: LogStore, lane_look_s: float = LANE_LOOK_S) -> None:
+        self._bus, self._logs, self._lane_look_s = bus, logs, lane_look_s
+        self._full_until_s: dict[Tier, float] = {}
+
+    def check(self, lane: Tier) -> None:
+        """Raises RefusedError (LANE_FULL) when the lane was full a moment ago."""
+        if clock.now_s() < self._full_until_s.get(lane, 0.0):
+            raise RefusedError(LANE_FULL)
 
     async def queue(self, subject: str, request: GenerateRequest) -> EndedReply | None:
         """None: it is in its lane. An EndedReply: its log ended before it was, so no router will archive it.
@@ -53,6 +62,7 @@ class Queueing:
         try:
             await self._bus.append(subject, encode(queued), message_id=reply_id, timeout_s=APPEND_TIMEOUT_S)
         except StreamFullError:
+            self._full_until_s[request.accepted.tier] = clock.now_s() + self._lane_look_s
             raise RefusedError(LANE_FULL) from None
         return None
 

@@ -133,9 +133,10 @@ class Sender:
                     param="model",
                 )
             )
+        lane = lane_for(message.principal.tier, message.echo.service_tier)
+        self._queueing.check(lane)
         context = await self._checked_context(message, model)
         self._figures.turns_dropped.inc(context.turns_dropped)
-        lane = lane_for(message.principal.tier, message.echo.service_tier)
         subject = self._names.lane_subject(
             lane, message.model, user_bucket(message.principal.org, message.principal.user)
         )

@@ -19,7 +19,7 @@ from services.conversation.shards import FILL_CHECK_S, Shards
 from services.conversation.store import Store, StoreAwayError
 from services.conversation.verbs import Verbs
 from shared import clock
-from shared.bus import Bus, BusMessage, Subscription
+from shared.bus import Bus, BusMessage, Puller, Subscription
 from shared.errors import BusClosedError, BusError, ConfigError, RefusedError
 from shared.limits import REQUEST_TIMEOUT_S
 from shared.messages import KeyLookup, Message, Refused, ReplyRef, SendMessage, WithdrawReply, decoder, encode
@@ -34,7 +34,6 @@ VERBS_IN_PROGRESS_MAX = 128  # of each verb; more wait in its inbox
 VERB_INBOX_MAX = 1024  # what does not fit is dropped: the asker's deadline says so
 DATABASE_WAIT_S = 60.0  # at start; then the process ends with a sentence, and its supervisor tries again
 _DATABASE_RETRY_S = 0.5
-_LOOK_S = 1.0
 
 STORE_AWAY = Refusal(
     kind=RefusalKind.UNAVAILABLE,
@@ -130,23 +129,32 @@ class ConversationService:
             async with asyncio.TaskGroup() as group:
                 for verb, subscription in self._subscriptions:
                     group.create_task(self._serve(group, verb, subscription), name=f"verb.{verb.name}")
-                group.create_task(self._again(lambda: self._archive.run(puller), 0.0), name="archive")
-                group.create_task(self._again(self._look, _LOOK_S), name="look")
-                group.create_task(self._again(self._shards.look, FILL_CHECK_S), name="shards")
-                group.create_task(self._again(self._guards.outbox, 0.5), name="outbox")
-                group.create_task(self._again(self._guards.sweep, 5.0), name="sweeper")
-                group.create_task(self._again(self._guards.purge, 2.0), name="purges")
-                group.create_task(self._again(self._guards.claims, 300.0), name="claims")
+                for name, job, every_s in self._jobs(puller):
+                    group.create_task(self._again(name, job, every_s), name=name)
                 group.create_task(self._marks.run(), name="marks")
                 group.create_task(self._journal.run(), name="journal")
         finally:
             await puller.close()
+
+    def _jobs(self, puller: Puller) -> list[tuple[str, Callable[[], Awaitable[None]], float]]:
+        """(name, job, seconds between)."""
+        return [
+            ("archive", lambda: self._archive.run(puller), 0.0),
+            ("look", self._look, 1.0),
+            ("shards", self._shards.look, FILL_CHECK_S),
+            ("outbox", self._guards.outbox, 0.5),
+            ("sweeper", self._guards.sweep, 5.0),
+            ("purges", self._guards.purge, 2.0),
+            ("claims", self._guards.claims, 300.0),
+        ]
 
     async def drain(self, deadline_s: float) -> None:
         for _, subscription in self._subscriptions:
             await subscription.close()
         async with asyncio.timeout(deadline_s):
             await self._idle.wait()
+            while self._marks.pending:
+                await self._marks.flush()
 
     def ready(self) -> str | None:
         if not self._bus.connected:
@@ -214,7 +222,7 @@ class ConversationService:
 
     # --- background --------------------------------------------------------------------------------------
 
-    async def _again(self, job: Callable[[], Awaitable[None]], every_s: float) -> None:
+    async def _again(self, name: str, job: Callable[[], Awaitable[None]], every_s: float) -> None:
         """A job for ever, spread out so that instances do not march in step; what is away is waited for."""
         away = False
         while True:
@@ -225,8 +233,12 @@ class ConversationService:
                 raise
             except (StoreAwayError, BusError) as error:
                 if not away:
-                    self._log.warning("background_waits", error=f"{type(error).__name__}: {error}")
+                    self._log.warning("background_waits", job=name, error=f"{type(error).__name__}: {error}")
                 away = True
+            except Exception:  # noqa: BLE001 - one row's fault must not end the service; counted, and seen in the log
+                away = True
+                self._figures.crashed.labels(name).inc()
+                self._log.exception("background_failed", job=name)
             await asyncio.sleep(max(every_s, 1.0 if away else 0.0) * (0.75 + 0.5 * clock.random_unit()))
 
     async def _look(self) -> None:

@@ -2,10 +2,12 @@
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from shared import clock
+from shared.bus import StreamMessage
 from shared.messages import (
     End,
     InputItem,
@@ -13,7 +15,7 @@ from shared.messages import (
     unpack_ids,
 )
 from shared.outcomes import EndReason, RefusalKind
-from tests.service.conversation_world import ANN, BOB, STUB, World, a_world, ref, seen, until
+from tests.service.conversation_world import ANN, BOB, STUB, World, a_world, ref
 
 
 @pytest.fixture
@@ -181,8 +183,18 @@ async def test_a_reply_whose_log_is_not_there_yet_is_superseded_too(world: World
     first = (await world.send("one", conversation_id=conversation)).reply_id
     accepted = (await world.logs.read(first)).accepted
     await world.logs.purge(first)
+    bus, looked = world.services[0]._bus, asyncio.Event()
+    read = bus.read
+
+    async def watched(stream: str, subject: str, **where: Any) -> list[StreamMessage]:
+        found = await read(stream, subject, **where)
+        looked.set()
+        return found
+
+    bus.read = watched
     second = asyncio.create_task(world.send("two", conversation_id=conversation))
-    await until(lambda: seen(world.metrics.registry.get_sample_value("chorus_conversation_in_progress")), "it waits")
+    async with asyncio.timeout(10.0):
+        await looked.wait()
     await world.logs.append(first, 0, encode(accepted))
     assert (await second).reply_id
     assert (await world.logs.read(first)).ended.reason is EndReason.SUPERSEDED

@@ -93,6 +93,22 @@ async def _empty(world: World, table: str) -> bool:
     return await world.rows(f"SELECT * FROM {table}") == []
 
 
+async def test_a_row_nobody_can_read_does_not_stop_the_outbox(world: World) -> None:
+    """An unreadable request is given up and ends as failed; the one behind it is queued."""
+    bad, good = (await world.send("one")).reply_id, (await world.send("two")).reply_id
+    await until(lambda: _empty(world, "outbox"), "both are queued")
+    requests = {reply: await world.queued(reply) for reply in (bad, good)}
+    await world.bus.purge(NAMES.lane_stream(Tier.PAID), NAMES.lane_filter(Tier.PAID))
+    world.skipped_s += 2 * DEDUPLICATION_S
+    for reply, payload, age in ((bad, b"rubbish", 9), (good, encode(requests[good]), 8)):
+        await world.rows(
+            f"INSERT INTO outbox VALUES ($1, 'acme', 'ann', $2, $3, now() - interval '{age} seconds')",
+            reply, NAMES.lane_subject(Tier.PAID, "stub", 0), payload,
+        )  # fmt: skip
+    assert (await world.archived(bad)).reason is EndReason.FAILED
+    assert [request.reply_id for request in await world.all_queued()] == [good]
+
+
 async def test_a_reply_stopped_before_it_was_queued_is_archived(world: World) -> None:
     """When the log ended before the lane took the request, no router will archive it: the outbox does."""
     reply = (await world.send("one")).reply_id
