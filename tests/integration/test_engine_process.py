@@ -212,8 +212,12 @@ async def test_the_engine_dies_with_its_parent(tmp_path: Path):
     async with asyncio.timeout(DEADLINE_S):
         child = int(await parent.stdout.readline())
     parent.kill()
-    await parent.wait()
-    await eventually(lambda: not running(child), DEADLINE_S)
+    try:
+        await eventually(lambda: not running(child), DEADLINE_S)
+    finally:
+        if running(child):
+            os.kill(child, signal.SIGKILL)
+        await parent.wait()
 
 
 def running(pid: int) -> bool:
