@@ -188,7 +188,8 @@ class ReplicaService:
             self._group.create_task(work)
 
     def _on_progress(self, progress: EngineStarting) -> None:
-        self._log.info("engine_starting", phase=progress.phase, share=progress.share, detail=progress.detail)
+        if progress.share >= 1.0:
+            self._log.info("engine_phase_done", phase=progress.phase)
 
     # --- what comes in ---------------------------------------------------------------------------------------
 
