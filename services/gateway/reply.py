@@ -20,6 +20,8 @@ from shared.messages import (
 )
 from shared.outcomes import EndReason
 
+_PIECES_MAX = 64  # a thousand one-word strings weigh ten times their text
+
 
 class ReplyFold:
     """A reply as far as its log is known. `keep_ids`: whether token ids are kept, for those who asked for them."""
@@ -57,6 +59,8 @@ class ReplyFold:
         have = self.tokens - chunk.first_index
         if have < chunk.count:
             self._texts.append(text_from(chunk, self.tokens))
+            if len(self._texts) >= _PIECES_MAX:
+                self._texts = ["".join(self._texts)]
             if self._ids is not None:
                 self._ids.append(chunk.ids[4 * have :])
             self.tokens = chunk.first_index + chunk.count
