@@ -140,9 +140,8 @@ class Sender:
         subject = self._names.lane_subject(
             lane, message.model, user_bucket(message.principal.org, message.principal.user)
         )
-        known = reply_id is not None
         request = self._request(message, model, context, lane, reply_id or self._shards.new_reply_id())
-        if not known:
+        if reply_id is None:
             try:
                 claim = await self._begin(message, model, context, subject, request)
             except MovedOnError:
