@@ -22,6 +22,7 @@ class Options:
 
     port: int = 8080
     replicas: int = REPLICAS
+    instances: int = 1  # of each service between the doors and the replicas, and of the relay
     stub: bool = False
     stub_tps: float | None = None
     region: str = "local"
@@ -87,14 +88,17 @@ def plan(
         environment = {variable(field): value for field, value in settings.items()}
         return ServicePlan(name=name, service=service, http_port=http_port, door=service in DOORS, settings=environment)
 
+    def each(kind: str, own: Mapping[str, str] = {}) -> list[ServicePlan]:
+        return [service(f"{kind}-{number}", kind, own) for number in range(1, options.instances + 1)]
+
     rows, cache = {"postgres_url": addresses.postgres}, {"redis_url": addresses.redis}
     return [
-        service("conversation-1", "conversation", {**rows, **cache}),
+        *each("conversation", {**rows, **cache}),
         *(service(name, "replica", own) for name, own in _replicas(options, catalog, machine.cores)),
-        service("router-1", "router"),
-        service("safety-1", "safety"),
-        service("usage-1", "usage", rows),
-        service("relay-1", "relay"),
+        *each("router"),
+        *each("safety"),
+        *each("usage", rows),
+        *each("relay"),
         *(service(f"gateway-{number + 1}", "gateway", cache, port=options.port + number) for number in range(GATEWAYS)),
     ]
 

@@ -42,6 +42,21 @@ def test_the_default_fleet():
     ]
 
 
+def test_several_instances_share_the_work():
+    """More instances of each service in the middle, each with its own name and door; two gateways as ever."""
+    several = planned(Options(instances=2))
+    assert [name for name in several if name.endswith("-2") and not name.startswith("replica")] == [
+        "conversation-2",
+        "router-2",
+        "safety-2",
+        "usage-2",
+        "relay-2",
+        "gateway-2",
+    ]
+    ports = [each.http_port for each in several.values()]
+    assert len(set(ports)) == len(ports)
+
+
 @pytest.mark.parametrize("name", planned())
 def test_every_service_can_read_its_settings(name):
     """What a service is given parses as its own settings, under its own name and bus user."""
