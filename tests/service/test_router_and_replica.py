@@ -256,6 +256,39 @@ async def test_a_zombie_cannot_write(region: Plane):
     assert outcomes == {"replica-1": "replaced", "replica-2": "ended"}
 
 
+async def test_an_engine_is_stuck(region: Plane):
+    """Its heartbeats come and say how old its step is: another replica goes on, and the log refuses what comes late."""
+    first = await region.replica("replica-1")
+    await region.router()
+    first.engine.allow(10)
+    reply = await region.send(budget=30)
+    await region.written(reply, 4)
+    await region.replica("replica-2")
+    first.engine.stuck = True
+    ended = await region.ended(reply)
+    view = await region.log(reply)
+    assert (ended.attempts, view.opened.replica) == (2, "replica-2")
+    first.engine.stuck = False
+    first.engine.allow(float("inf"))
+    await region.calm()
+    assert (await region.log(reply)).ids == region.expected_ids(reply)
+
+
+async def test_a_replica_is_started_again_under_its_name(region: Plane):
+    """Another boot of the same replica has lost what it ran: it is asked, and gets the reply anew."""
+    first = await region.replica("replica-1")
+    await region.router()
+    first.engine.allow(10)
+    reply = await region.send(budget=30)
+    await region.written(reply, 4)
+    await first.kill()
+    await region.replica("replica-1")
+    ended = await region.ended(reply)
+    assert ended.attempts == 2
+    assert (await region.log(reply)).ids == region.expected_ids(reply)
+    await region.calm()
+
+
 async def test_an_engine_dies(region: Plane):
     """The shell writes what was sampled, reports the attempt failed, and another replica goes on at once."""
     first = await region.replica("replica-1")
