@@ -1,6 +1,7 @@
 """The HTTP application: request ids, errors in OpenAI's shape, the page, and the socket it is served on."""
 
 import asyncio
+import resource
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -39,6 +40,7 @@ _SENTENCES = {
     413: f"The body is larger than {BODY_BYTES_MAX} bytes.",
     431: f"The headers are larger than {HEADER_BYTES_MAX} bytes.",
 }
+_OTHER_FILES = 128  # descriptors that are no client's
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _json = msgspec.json.Encoder().encode
 
@@ -134,10 +136,20 @@ def _add_page(app: web.Application, web_dir: Path) -> None:
 
 
 class _Connections:
-    """How many connections stand."""
+    """How many connections stand, and how many may."""
 
-    def __init__(self) -> None:
-        self.count = 0
+    def __init__(self, most: int) -> None:
+        self.count, self.most = 0, most
+
+
+def _room_for_connections() -> int:
+    """How many connections this process may hold: CONNECTIONS_MAX, as far as the system gives it file descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = CONNECTIONS_MAX + _OTHER_FILES
+    if soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return min(CONNECTIONS_MAX, soft - _OTHER_FILES)
 
 
 class _Protocol(web.RequestHandler):
@@ -151,7 +163,7 @@ class _Protocol(web.RequestHandler):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         self._connections.count += 1
-        if self._connections.count > CONNECTIONS_MAX:
+        if self._connections.count > self._connections.most:
             self.force_close()
         else:
             self._patience = asyncio.get_running_loop().call_later(HEAD_READ_S, self.force_close)
@@ -203,7 +215,7 @@ async def listen(stack: AsyncExitStack, app: web.Application, host: str, port: i
         "max_field_size": HEADER_BYTES_MAX,
     }
 
-    connections = _Connections()
+    connections = _Connections(_room_for_connections())
 
     def protocol() -> _Protocol:
         return _Protocol(manager, connections, loop=loop, **bounds)

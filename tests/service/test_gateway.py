@@ -331,16 +331,17 @@ async def test_what_never_comes_is_not_waited_for(world, monkeypatch):
         writer.close()
 
 
-async def test_connections_past_the_bound_are_closed_as_they_come(world, monkeypatch):
+async def test_connections_past_the_bound_are_closed_as_they_come(monkeypatch):
     """One gateway holds a bounded number of connections; when one leaves there is room again."""
     monkeypatch.setattr(app, "CONNECTIONS_MAX", 1)
-    async with world.client() as first, world.client() as second:
-        async with first.get("/healthz") as response:
+    async with World().running() as world:
+        async with world.client() as first, world.client() as second:
+            async with first.get("/healthz") as response:
+                assert response.status == 200
+            with pytest.raises(aiohttp.ClientConnectionError):
+                await second.get("/healthz")
+        async with world.client() as third, third.get("/healthz") as response:
             assert response.status == 200
-        with pytest.raises(aiohttp.ClientConnectionError):
-            await second.get("/healthz")
-    async with world.client() as third, third.get("/healthz") as response:
-        assert response.status == 200
 
 
 async def test_a_revoked_key_is_out_at_the_word_on_the_bus(world, http):
