@@ -112,6 +112,7 @@ CONVERSATION_TRY_S = 3.0  # nobody there: a command is tried again this long, th
 RELAY_MISSED_MAX = 4  # missed words of a relay; then its streams are opened elsewhere
 RELAY_TRY_S = 0.25  # between two tries to open a stream
 RELAY_OPEN_S = 1.0  # one try
+LOOP_LAG_S_MAX = 1.0  # a gateway whose own rounds are this late takes no more streams: 503
 GATEWAY_FRAMES_MAX = 16_384  # frames between the bus and the streams; past it some are lost, and streams open again
 CONNECTIONS_MAX = 24_000  # of one gateway; past it they are closed as they come
 HEAD_READ_S = 10.0  # a connection that has not asked anything by then is closed
