@@ -43,6 +43,7 @@ from shared.tokenizer import Tokenizer, load_tokenizer
 
 _RECEIVE_BYTES = 1 << 18
 _STUB_BLOCKS = 4096
+_STUB_STEP_TOKENS = 8192  # as a GPU would: prompts cost a scripted step nothing
 _STUB_CONTEXT = 8192
 _UNPACED_STEP_S = 1e-5
 _RESERVE_SHARE = 32  # one block in this many is kept for growth
@@ -102,6 +103,7 @@ class Built:
     name: str
     runner: Runner
     pace: tuple[StepSample, ...] = ()  # what is known of its step time without measuring
+    step_tokens_max: int = 0  # and of how much fits a step
 
 
 Progress = Callable[[str, float, str], None]
@@ -114,7 +116,8 @@ def build(config: EngineConfig, tokenizer: Tokenizer, progress: Progress) -> Bui
         blocks = config.blocks or _STUB_BLOCKS
         stub = StubRunner(tps=config.stub_tps, blocks_total=blocks, context_max=context)
         step_s = 1.0 / config.stub_tps if config.stub_tps > 0 else _UNPACED_STEP_S
-        return Built(tokenizer.name, stub, (StepSample(1, 1, step_s), StepSample(64, 8192, step_s)))
+        pace = (StepSample(1, 1, step_s), StepSample(64, 8192, step_s))
+        return Built(tokenizer.name, stub, pace, _STUB_STEP_TOKENS)
     from services.replica.model.load import load_runner  # noqa: PLC0415
 
     return Built(tokenizer.name, load_runner(config, tokenizer.vocab_size, progress))
@@ -143,7 +146,8 @@ def start(port: SocketPort, config: EngineConfig, marker: SharedMarker) -> Engin
     draw_test_token(built.runner, vocabulary, now_s)
     step_times = StepTimes(built.pace or warm_up(built.runner, vocabulary, SHAPES, now_s))
     phase_over("warm_up")
-    alone, mixed = step_budgets(step_times.model, config.running_max, config.step_tokens_max, config.mixed_tokens_max)
+    asked = config.step_tokens_max or built.step_tokens_max
+    alone, mixed = step_budgets(step_times.model, config.running_max, asked, config.mixed_tokens_max)
     reserve = info.blocks_total // _RESERVE_SHARE if config.reserve_blocks is None else config.reserve_blocks
     limits = SchedulerLimits(
         running_max=config.running_max,

@@ -82,11 +82,14 @@ def _measure(
 
 
 def step_budgets(model: StepModel, running_max: int, alone: int, mixed: int) -> tuple[int, int]:
-    """(step_tokens_max, mixed_tokens_max): as asked for, or what the measured step time allows, in whole blocks."""
+    """(step_tokens_max, mixed_tokens_max): as asked for, or what the measured step time allows, in whole blocks.
+
+    A step that is long whatever is in it may be twice as long: else its prompts would wait for ever to keep it short.
+    """
     least = running_max + BLOCK_TOKENS
-    alone = alone or _blocks_down(tokens_within(model, ALONE_STEP_S))
-    alone = max(least, min(alone, STEP_TOKENS_MAX))
-    mixed = mixed or _blocks_down(tokens_within(model, MIXED_STEP_S))
+    alone_s, mixed_s = max(ALONE_STEP_S, 2 * model.base_s), max(MIXED_STEP_S, 2 * model.base_s)
+    alone = max(least, alone or min(_blocks_down(tokens_within(model, alone_s)), STEP_TOKENS_MAX))
+    mixed = mixed or _blocks_down(tokens_within(model, mixed_s))
     return alone, max(BLOCK_TOKENS, min(mixed, alone))
 
 

@@ -70,7 +70,15 @@ def test_budgets_follow_the_measured_step():
     assert step_budgets(StepModel(base_s=0.0, per_token_s=0.0), running_max=8, alone=0, mixed=0) == (512, 512)
     assert step_budgets(slow, running_max=64, alone=0, mixed=0)[0] == 80, "all decodes and a block"
     assert step_budgets(slow, running_max=8, alone=100, mixed=50) == (100, 50)
+    assert step_budgets(slow, running_max=8, alone=2048, mixed=0)[0] == 2048
     assert tokens_within(slow, 0.01) == 0
+
+
+def test_a_step_that_is_long_anyway_still_takes_prompts():
+    """Where a step of one token lasts as long as a mixed one may, prompts are not starved to a block a step."""
+    long = StepModel(base_s=0.1, per_token_s=0.0005)
+    assert step_budgets(long, running_max=8, alone=0, mixed=0)[1] >= 128
+    assert step_budgets(fit([StepSample(1, 1, 0.1), StepSample(64, 8192, 0.1)]), 8, 0, 0) == (512, 512)
 
 
 def test_warm_up_measures_every_shape_that_fits():
