@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 MODEL := .models/SmolLM2-135M-Instruct.Q4_1.gguf
 ARGS ?=
 
-.PHONY: setup models up test check bench-plane clean
+.PHONY: setup models up test compose-test check bench-plane clean
 
 setup: $(INSTALLED)
 
@@ -26,6 +26,10 @@ up: setup models
 
 test: setup models
 	$(BIN)/python -m pytest $(ARGS)
+
+# Needs a docker engine. Where no registry is reached, tests/compose/README.md says how its base images are made.
+compose-test: setup
+	CHORUS_COMPOSE=1 $(BIN)/python -m pytest tests/compose -p no:randomly $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .

@@ -1,4 +1,4 @@
-"""`python -S deploy/health.py`: exit 0 when this container's service says that it is ready. Costs as little as it can."""
+"""`python -S deploy/health.py`: exit 0 when this container's service is ready. Costs as little as it can."""
 
 import os
 import socket

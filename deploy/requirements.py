@@ -1,19 +1,21 @@
-"""`python deploy/requirements.py pyproject.toml [EXTRA...]`: what pip must install for the whole project, or for an extra.
-
-Without an extra, what every service needs. An extra of ours inside an extra is left out: its image is built on that one.
-"""
+"""`python deploy/requirements.py pyproject.toml [EXTRA]`: what pip must install for every service, or for an extra."""
 
 import sys
 import tomllib
 from pathlib import Path
+from typing import Any
 
 
-def requirements(project: dict[str, object], extras: list[str]) -> list[str]:
-    """Requirement lines of the `[project]` table; raises KeyError for an extra that is not there."""
-    wanted = [project["optional-dependencies"][extra] for extra in extras] if extras else [project["dependencies"]]  # type: ignore[index]
-    return [line for lines in wanted for line in lines if not line.startswith(f"{project['name']}[")]
+def requirements(project: dict[str, Any], extra: str | None) -> list[str]:
+    """Requirement lines of a `[project]` table; raises KeyError for an extra that is not there."""
+    lines: list[str] = project["optional-dependencies"][extra] if extra else project["dependencies"]
+    return lines
+
+
+def main(arguments: list[str]) -> None:
+    project = tomllib.loads(Path(arguments[0]).read_text())["project"]
+    sys.stdout.writelines(f"{line}\n" for line in requirements(project, next(iter(arguments[1:]), None)))
 
 
 if __name__ == "__main__":
-    table = tomllib.loads(Path(sys.argv[1]).read_text())["project"]
-    sys.stdout.write("\n".join(requirements(table, sys.argv[2:])) + "\n")
+    main(sys.argv[1:])

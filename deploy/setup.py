@@ -32,7 +32,12 @@ CACHE_BYTES = "256mb"
 def nats_conf(credentials: Credentials, region: str) -> str:
     """For a server that every container reaches; its own state is shown inside its container only."""
     server = settings(
-        Names(region), LOG_SHARDS, credentials.nats, host="0.0.0.0", port=NATS_PORT, store=Path("/data")  # noqa: S104
+        Names(region),
+        LOG_SHARDS,
+        credentials.nats,
+        host="0.0.0.0",  # noqa: S104 - in a network of its own
+        port=NATS_PORT,
+        store=Path("/data"),
     )
     return json.dumps({**server, "http": "127.0.0.1:8222"}, indent=1) + "\n"
 
@@ -68,7 +73,9 @@ def service_env(service: str, credentials: Credentials, env: Mapping[str, str]) 
         ours = f"postgresql://chorus:{credentials.postgres}@postgres:{POSTGRES_PORT}/chorus"
         found["CHORUS_POSTGRES_URL"] = env.get("CHORUS_POSTGRES_URL") or ours
     if service in WITH_CACHE:
-        found["CHORUS_REDIS_URL"] = env.get("CHORUS_REDIS_URL") or f"redis://:{credentials.valkey}@valkey:{VALKEY_PORT}/0"
+        found["CHORUS_REDIS_URL"] = (
+            env.get("CHORUS_REDIS_URL") or f"redis://:{credentials.valkey}@valkey:{VALKEY_PORT}/0"
+        )
     if service in WITH_MODELS:
         found["CHORUS_CATALOG"] = str(CATALOG)
     return found

@@ -1,4 +1,4 @@
-"""`python -m deploy.start SERVICE`: the variables that `deploy.setup` laid out, then the service, in this process's place.
+"""`python -m deploy.start SERVICE`: the variables that `deploy.setup` laid out, then the service, in our place.
 
 What the container was given by hand wins over what was laid out. A service that serves models waits until the catalog
 is there: the model may still be on its way.

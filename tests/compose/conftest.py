@@ -1,0 +1,33 @@
+"""Fixtures of the compose tests: one stack for all of them, ended with the run.
+
+CHORUS_COMPOSE=1           run them (`make compose-test`); else they are skipped
+CHORUS_COMPOSE_WHEELS      a folder of wheels for builds that reach no index
+CHORUS_MODELS              a folder with the model, mounted instead of fetching it
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.compose.stack import Stack, copy_tree
+from tests.integration.system import free_port_pair
+
+collect_ignore = [] if "CHORUS_COMPOSE" in os.environ else ["test_stack.py", "test_whole_path.py"]
+
+
+@pytest.fixture(scope="session")
+def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The stub profile, brought up from nothing."""
+    folder = tmp_path_factory.mktemp("chorus")
+    wheels = os.environ.get("CHORUS_COMPOSE_WHEELS")
+    copy_tree(folder, Path(wheels) if wheels else None)
+    settings = {"PIP_NO_INDEX": "1"} if wheels else {}
+    made = Stack(data=folder, port=free_port_pair(), settings={"CHORUS_STUB_TPS": "60", **settings})
+    try:
+        made.compose("down", "--volumes", "--remove-orphans")
+        made.up()
+        yield made
+    finally:
+        made.compose("down", "--volumes", "--remove-orphans")
