@@ -102,6 +102,14 @@ class InputItem(msgspec.Struct, frozen=True, kw_only=True):
 # --- gateway -> conversation (`conversation.<verb>`, request/reply) ----------------------------------
 
 
+class Allowance(msgspec.Struct, frozen=True, kw_only=True):
+    """What is left of a user's tokens of one model: now, and in how many seconds all of it is back."""
+
+    limit: int  # tokens a minute
+    remaining: int
+    reset_s: float
+
+
 class SendMessage(Message, frozen=True, kw_only=True):
     """A user's message, parsed and checked at the door."""
 
@@ -113,6 +121,7 @@ class SendMessage(Message, frozen=True, kw_only=True):
     echo: RequestEcho
     idempotency_key: str | None = None
     body_hash: bytes = b""  # of the canonical body; same key + other body is a refusal
+    branch_from: str | None = None  # the reply of its conversation that it follows, or ROOT; None: the head
 
 
 class Sent(Message, frozen=True, kw_only=True):
@@ -120,6 +129,7 @@ class Sent(Message, frozen=True, kw_only=True):
 
     reply_id: str
     attached: bool = False  # an earlier request with the same idempotency key made it
+    allowance: Allowance | None = None  # after this one was reserved
 
 
 class ReplyRef(Message, frozen=True, kw_only=True):
@@ -162,6 +172,118 @@ class Refused(Message, frozen=True, kw_only=True):
     """The answer to any request that is said no to."""
 
     refusal: Refusal
+    allowance: Allowance | None = None  # when it was the user's tokens that did not suffice
+
+
+# --- conversations (`conversation.conversation_<verb>` and `conversation.regenerate`) -----------------
+
+ROOT = "root"  # as `branch_from`: a new beginning of the conversation
+
+
+class CreateConversation(Message, frozen=True, kw_only=True):
+    """Answered with ConversationView. `items` are what was said before Chorus came in."""
+
+    principal: Principal
+    request_id: str
+    title: str | None = None
+    metadata: dict[str, str] = {}
+    items: tuple[InputItem, ...] = ()
+
+
+class ConversationRef(Message, frozen=True, kw_only=True):
+    """Names a conversation for get and delete; answered with NOT_FOUND when not the principal's."""
+
+    principal: Principal
+    request_id: str
+    conversation_id: str
+
+
+class UpdateConversation(Message, frozen=True, kw_only=True):
+    """What is None stays; an empty title is made anew from the first message. Answered with ConversationView."""
+
+    principal: Principal
+    request_id: str
+    conversation_id: str
+    title: str | None = None
+    metadata: dict[str, str] | None = None
+    head: str | None = None  # the reply whose branch becomes the active one
+
+
+class ListConversations(Message, frozen=True, kw_only=True):
+    """The principal's, last changed first, after the one named `after`. Answered with ConversationPage."""
+
+    principal: Principal
+    request_id: str
+    limit: int
+    after: str | None = None
+    search: str = ""
+
+
+class ConversationView(Message, frozen=True, kw_only=True):
+    """A conversation as its owner sees it."""
+
+    id: str
+    created_s: float
+    updated_s: float
+    title: str
+    metadata: dict[str, str]
+    head: str | None = None
+    in_flight: str | None = None
+
+
+class ConversationPage(Message, frozen=True, kw_only=True):
+    """Part of a user's conversations."""
+
+    conversations: tuple[ConversationView, ...]
+    has_more: bool
+
+
+class ListItems(Message, frozen=True, kw_only=True):
+    """Items of the active branch, or of all `branches`, after that named `after`. Answered with ConversationItems."""
+
+    principal: Principal
+    request_id: str
+    conversation_id: str
+    limit: int
+    after: str | None = None
+    ascending: bool = False
+    branches: bool = False
+
+
+class ConversationItem(msgspec.Struct, frozen=True, kw_only=True):
+    """A node of a conversation's tree. `written` by the model, as `reply_id`; a message names the first reply to it."""
+
+    item: InputItem
+    parent_id: str | None
+    reply_id: str
+    active: bool
+    created_s: float
+    written: bool = False
+    ended: bool = True
+    reason: EndReason | None = None
+    withdrawn: bool = False
+    model: str = ""
+    notice: str | None = None
+
+
+class ConversationItems(Message, frozen=True, kw_only=True):
+    """Part of a conversation's items; fewer than asked for when they are long."""
+
+    items: tuple[ConversationItem, ...]
+    has_more: bool
+
+
+class RegenerateReply(Message, frozen=True, kw_only=True):
+    """Another reply to the same message, beside `reply_id` (None: the head). Answered with Sent."""
+
+    principal: Principal
+    request_id: str
+    conversation_id: str
+    reply_id: str | None = None
+    model: str | None = None
+    background: bool = False
+    idempotency_key: str | None = None
+    body_hash: bytes = b""
 
 
 # --- the token log -----------------------------------------------------------------------------------
@@ -529,13 +651,32 @@ class WithdrawReply(Message, frozen=True, kw_only=True):
     shown_tokens: int
 
 
-Request = SendMessage | ReplyRef | KeyLookup | Dispatch | Ask | OpenStream | SafetyCheck | SafetyWatch | WithdrawReply
+Request = (
+    SendMessage
+    | ReplyRef
+    | KeyLookup
+    | CreateConversation
+    | ConversationRef
+    | UpdateConversation
+    | ListConversations
+    | ListItems
+    | RegenerateReply
+    | Dispatch
+    | Ask
+    | OpenStream
+    | SafetyCheck
+    | SafetyWatch
+    | WithdrawReply
+)
 Answer = (
     Sent
     | ReplyView
     | KeyFound
     | Done
     | InputItems
+    | ConversationView
+    | ConversationPage
+    | ConversationItems
     | Refused
     | Dispatched
     | DispatchRefused
