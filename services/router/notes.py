@@ -23,7 +23,8 @@ from services.router.lease_events import (
     ReadFailed,
     SendDispatch,
 )
-from services.router.leases import Lease, LeaseTable, State
+from services.router.lease_table import LeaseTable
+from services.router.leases import Lease, State
 from services.router.metrics import RouterMetrics
 from services.router.waiting_room import Match, Unfit, WaitingRoom
 from shared.messages import AttemptOver

@@ -44,7 +44,8 @@ from services.router.lease_events import (
     Unplace,
     Unplaceable,
 )
-from services.router.leases import LeaseTable, State
+from services.router.lease_table import LeaseTable
+from services.router.leases import State
 from services.router.metrics import RouterMetrics
 from services.router.notes import Notes
 from services.router.settings import RouterSettings

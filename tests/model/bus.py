@@ -16,7 +16,8 @@ from tests.model.checks import Checks
 from tests.model.world import Process, World
 
 if TYPE_CHECKING:
-    from tests.model.actors import Reader, Router
+    from tests.model.actors import Router
+    from tests.model.readers import Reader
 
 
 class Log:

@@ -13,8 +13,9 @@ from tests.model.trace import brief
 from tests.model.world import Process, RuleBrokenError, World
 
 if TYPE_CHECKING:
-    from tests.model.actors import Reader, Replica, Router
+    from tests.model.actors import Replica, Router
     from tests.model.bus import Ended
+    from tests.model.readers import Reader
     from tests.model.scene import Scene
 
 FRESH_S = 2.0  # a writer that appended this lately, and was heard of all the while, is at work

@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from services.router import lease_events as lease
-from services.router.leases import Lease, LeaseTable, State
+from services.router.lease_table import LeaseTable
+from services.router.leases import Lease, State
 from shared.limits import ATTEMPTS_MAX
 from shared.log_merge import Deliver, LogMerge
 from shared.messages import Chunk, Dispatch, End, Entry, Open, SequencedEntry, encode, pack_ids

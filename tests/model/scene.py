@@ -10,9 +10,10 @@ from shared.messages import Accepted, EndedReply, GenerateRequest, RequestEcho, 
 from shared.outcomes import EndReason
 from shared.tiers import Tier
 from shared.token_log import LogView
-from tests.model.actors import Canceller, Reader, Replica, Router, presence_loop
+from tests.model.actors import Canceller, Replica, Router, presence_loop
 from tests.model.bus import Ended, Lane, LaneMessage, Log
 from tests.model.checks import Checks
+from tests.model.readers import Reader
 from tests.model.rules import Rules
 from tests.model.world import Process, World
 

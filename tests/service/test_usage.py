@@ -122,7 +122,7 @@ def unacked(server: MemoryServer) -> int:
     """Records that were never delivered or not acknowledged."""
     stream = server.stream(NAMES.usage_stream)
     consumer = stream.consumers[LEDGER_CONSUMER]
-    return len(consumer.pending) + stream.last_seq - (consumer.next_seq - 1)
+    return len(consumer.pending) + stream._last_seq - (consumer.next_seq - 1)
 
 
 async def test_every_cost_is_charged_once(server, pool):
