@@ -78,7 +78,7 @@ class AttemptTable:
             return Known(current, self.ordinal(current), released)
         later_here = current is not None and current.number > number
         if later_here or (reply_id, number) in self._over:
-            return self._refusal("not_ready", f"attempt {number} is over here")
+            return self._refusal("over", f"attempt {number} is over here")
         refusal = self._refuse(dispatch)
         if refusal is not None:
             return refusal

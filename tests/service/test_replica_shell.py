@@ -109,7 +109,7 @@ async def test_a_dispatch_sent_twice_runs_once(region: Plane):
     assert len(replica.engine.submitted) == 1
     late = await hand.send(dispatch)
     assert isinstance(late, DispatchRefused)
-    assert late.reason == "not_ready"
+    assert late.reason == "over"
 
 
 async def test_a_question_moves_the_lease(region: Plane):

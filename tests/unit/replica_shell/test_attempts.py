@@ -93,7 +93,7 @@ def test_an_attempt_that_is_over_is_not_begun_again():
     over(made, first)
     refused = take(made)
     assert isinstance(refused, DispatchRefused)
-    assert refused.reason == "not_ready"
+    assert refused.reason == "over"
     assert isinstance(take(made, number=2), Taken)
     assert isinstance(take(made, number=1), DispatchRefused), "an older one while a later one runs"
 
