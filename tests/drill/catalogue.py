@@ -4,10 +4,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.drill.before_first_token import before_first_token
+from tests.drill.bus_kill import bus_kill
+from tests.drill.malformed import malformed
 from tests.drill.replica_kill import replica_kill
+from tests.drill.replica_pause import replica_pause
 from tests.drill.report import Report
 from tests.drill.rolling import rolling_restart
 from tests.drill.stopping import stopping
+from tests.drill.stores import postgres_stop, valkey
 from tests.integration.system import System
 
 
@@ -29,6 +34,12 @@ class Drill:
 _ALL = (
     Drill("stop", stopping, {"count": 40}),
     Drill("replica_sigkill", replica_kill, {"streams": 32, "kills": 2, "replies_min": 0}),
-    Drill("rolling_restart", rolling_restart, {"streams": 16, "kinds": ("conversation", "router-1", "gateway-1")}),
+    Drill("kill_before_first_token", before_first_token, {"hits": 12, "rounds_max": 8}),
+    Drill("replica_sigstop", replica_pause, {"streams": 16, "times": 2, "asleep_s": 2.5}),
+    Drill("rolling_restart", rolling_restart, {"streams": 12, "kinds": ("conversation-1", "router-1", "relay-1")}),
+    Drill("nats_sigkill", bus_kill, {"streams": 16, "kills": 2}),
+    Drill("postgres_immediate_stop", postgres_stop, {"streams": 12, "times": 2}),
+    Drill("valkey_kill_pause_flush", valkey, {"streams": 12, "asleep_s": 2.0}),
+    Drill("malformed_messages", malformed, {"count": 3_000}),
 )
 DRILLS: Mapping[str, Drill] = {drill.name: drill for drill in _ALL}
