@@ -53,6 +53,7 @@ from shared.messages import (
     decoder,
     encode,
 )
+from shared.soundness import dispatch_fault
 from shared.subjects import Names
 from shared.telemetry import Journal, Log, Metrics
 
@@ -210,6 +211,10 @@ class ReplicaService:
 
     def _on_dispatch(self, dispatch: Dispatch) -> Dispatched | DispatchRefused:
         now = clock.now_s()
+        fault = dispatch_fault(dispatch, self._settings.region)
+        if fault is not None:
+            self._count.undecodable.inc()
+            return DispatchRefused(replica=self.replica, reason="bad_request", detail=fault)
         outcome = self._table.on_dispatch(dispatch, now=now, epoch_s=clock.wall_s() - now)
         if isinstance(outcome, DispatchRefused):
             self._count.dispatches.labels(outcome.reason).inc()

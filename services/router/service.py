@@ -76,6 +76,7 @@ from shared.messages import (
     decoder,
     encode,
 )
+from shared.soundness import request_fault
 from shared.subjects import Names
 from shared.telemetry import Journal, Log, Metrics
 from shared.tiers import LANE_ORDER, Tier
@@ -218,10 +219,13 @@ class RouterService:
         self._count.deliveries.labels(lane.tier, str(delivery.delivered > 1).lower()).inc()
         try:
             request = _request.decode(delivery.data)
+            fault = request_fault(request, self._settings.region)
         except msgspec.DecodeError as error:
-            # No router will ever read it; whoever accepted the reply ends it at its deadline.
+            request, fault = None, str(error)
+        if request is None or fault is not None:
+            # No router will ever work on it; whoever accepted the reply ends it at its deadline.
             self._count.undecodable.labels("request").inc()
-            self._log.error("request_undecodable", subject=delivery.subject, seq=delivery.seq, error=str(error))
+            self._log.error("request_undecodable", subject=delivery.subject, seq=delivery.seq, error=fault)
             self._spawn(self._ack(delivery.ack_subject))
             return
         self._shares.hold(request.reply_id, lane.consumer)
@@ -417,7 +421,14 @@ class RouterService:
 
     async def _do(self, command: Asked) -> None:
         lease = self._table.get(command.reply_id)
-        answer = await self._hands.do(command, lease.view if lease is not None else None)
+        try:
+            answer = await self._hands.do(command, lease.view if lease is not None else None)
+        except BusClosedError:
+            raise
+        except Exception:  # noqa: BLE001 - a fault over one reply must not end all others; its lease looks again
+            self._count.command_failures.labels(type(command).__name__).inc()
+            self._log.exception("command_failed", command=type(command).__name__, reply_id=command.reply_id)
+            return
         self._keep_claims(command, answer)
         lease = self._table.get(command.reply_id)
         if lease is not None:
