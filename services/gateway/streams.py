@@ -12,13 +12,14 @@ way. It then opens under a new id after the last entry it has, so nothing is mis
 
 import asyncio
 import contextlib
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 
 import msgspec
 
 from services.gateway.http import unavailable
+from services.gateway.lives import ROUND_S, Lives
 from shared import clock
 from shared.bus import Bus, Subscription
 from shared.errors import BusError, BusTimeoutError, ChorusError, NoRespondersError
@@ -26,9 +27,8 @@ from shared.limits import (
     GATEWAY_FRAMES_MAX,
     GATEWAY_STREAMS_MAX,
     LOG_MISSING_S,
-    RELAY_ALIVE_S,
+    LOOP_LAG_S_MAX,
     RELAY_GONE_S,
-    RELAY_MISSED_MAX,
     RELAY_OPEN_S,
     RELAY_TRY_S,
     STREAM_CREDITS,
@@ -49,9 +49,10 @@ from shared.outcomes import RefusalKind
 from shared.subjects import Names
 from shared.telemetry import Log, Metrics
 
-_INBOX_FRAMES_MAX = 2 * STREAM_CREDITS  # a relay sends no more than the credits; the rest is slack for closings
+_INBOX_FRAMES_MAX = STREAM_CREDITS  # a relay sends no more than the window; the rest is slack for closings
 _STREAM_ID_BYTES = 8
-_RELAY_FORGET_S = 60.0
+_WINDOW = STREAM_CREDITS // 2  # frames in flight: at the shortest chunk interval still a third of a second
+_LET_GO_MAX = 8192
 
 _frame = decoder(Frame)
 _alive = decoder(RelayAlive)
@@ -112,7 +113,7 @@ class ReplyStream:
     def written(self, frames: int) -> None:
         """So many frames are with the client: the relay may send as many more."""
         self._owed += frames
-        if 2 * self._owed >= STREAM_CREDITS and self._lost is None:
+        if 2 * self._owed >= _WINDOW and self._lost is None:
             self._relays.say(self._credit_subject, Credit(stream_id=self._id, count=self._owed))
             self._owed = 0
 
@@ -166,7 +167,11 @@ class ReplyStream:
             self._next_number += 1
             batch.frames += 1
             self._keep(batch, frame)
-        return batch if batch.frames else None
+        if not batch.frames:
+            return None
+        if self.relay:
+            self._relays.heard(self.relay)
+        return batch
 
     def _keep(self, batch: Batch, frame: Frame) -> None:
         for item in frame.entries:
@@ -222,7 +227,7 @@ class ReplyStream:
             stream_id=stream_id,
             inbox=self._relays.inbox(stream_id),
             after_seq=self._last_seq,
-            credits=STREAM_CREDITS,
+            credits=_WINDOW,
             presence=self._presence,
         )
 
@@ -267,12 +272,14 @@ class Relays:
         self._followed = 0
         self.idle = asyncio.Event()  # nobody is followed
         self.idle.set()
-        self._heard_s: dict[str, float] = {}  # relay -> when it was last heard of
+        self._lives = Lives(clock.now_s())
+        self._let_go: OrderedDict[str, None] = OrderedDict()  # streams whose relay was told; late frames are no news
         self._outbox: deque[tuple[str, bytes]] = deque()  # bounded by the streams: a credit or a close for each
         self._wake = asyncio.Event()
         self._frames: Subscription | None = None
-        self._lives: Subscription | None = None
+        self._words: Subscription | None = None
         self._open_streams = metrics.gauge("gateway_streams", "replies this gateway follows for clients")
+        self._lag = metrics.gauge("gateway_loop_lag_seconds", "how late this gateway's own rounds have lately been")
         self._reopened = metrics.counter("gateway_reopened_total", "streams opened again at a relay, by why", ("why",))
         self._strays = metrics.counter("gateway_stray_frames_total", "frames that no client waits for any more")
         self._undecodable = metrics.counter("gateway_undecodable_total", "bus messages that could not be read")
@@ -281,7 +288,7 @@ class Relays:
         if self._frames is None:
             subject = self._names.frames(self._gateway, "*")
             self._frames = await self._bus.subscribe(subject, inbox_max=GATEWAY_FRAMES_MAX)
-            self._lives = await self._bus.subscribe(self._names.relay_alive)
+            self._words = await self._bus.subscribe(self._names.relay_alive)
 
     async def run(self) -> None:
         async with asyncio.TaskGroup() as group:
@@ -292,8 +299,11 @@ class Relays:
 
     @contextlib.asynccontextmanager
     async def follow(self, reply_id: str, *, presence: bool = True) -> AsyncIterator[ReplyStream]:
-        """A stream of `reply_id` from its first entry. Raises RefusedError UNAVAILABLE past GATEWAY_STREAMS_MAX."""
-        if self._followed >= GATEWAY_STREAMS_MAX:
+        """A stream of `reply_id` from its first entry.
+
+        Raises RefusedError UNAVAILABLE past GATEWAY_STREAMS_MAX, and while this process cannot keep up as it is.
+        """
+        if self._followed >= GATEWAY_STREAMS_MAX or self._lives.lag_s > LOOP_LAG_S_MAX:
             raise unavailable("This gateway follows as many replies as it can.", 1.0)
         stream = ReplyStream(self, reply_id, presence=presence)
         self._count(+1)
@@ -323,17 +333,22 @@ class Relays:
         self._streams.pop(stream_id, None)
 
     def heard(self, relay: str) -> None:
-        self._heard_s[relay] = clock.now_s()
+        self._lives.heard(relay, clock.now_s())
 
     def disown(self, stream_id: str) -> None:
         """A stream that nobody here waits for: whichever relay has it may let it go."""
-        for relay in self._heard_s:
-            self.say(self._names.credit(relay), Credit(stream_id=stream_id, close=True))
+        if stream_id not in self._let_go:
+            for relay in self._lives.relays:
+                self.say(self._names.credit(relay), Credit(stream_id=stream_id, close=True))
 
     def count_reopened(self, why: str) -> None:
         self._reopened.labels(why).inc()
 
     def say(self, subject: str, credit: Credit) -> None:
+        if credit.close:
+            self._let_go[credit.stream_id] = None
+            if len(self._let_go) > _LET_GO_MAX:
+                self._let_go.popitem(last=False)
         self._outbox.append((subject, encode(credit)))
         self._wake.set()
 
@@ -354,13 +369,13 @@ class Relays:
             stream = self._streams.get(stream_id)
             if stream is not None:
                 stream.put(message.data)
-            elif len(self._outbox) < GATEWAY_FRAMES_MAX:
+            else:
                 self._strays.inc()
                 self.disown(stream_id)
 
     async def _hear_lives(self) -> None:
-        assert self._lives is not None, "start() first"
-        async for message in self._lives:
+        assert self._words is not None, "start() first"
+        async for message in self._words:
             try:
                 self.heard(_alive.decode(message.data).relay)
             except msgspec.DecodeError as error:
@@ -368,38 +383,29 @@ class Relays:
                 self._log.warning("message_undecodable", subject=message.subject, error=str(error))
 
     async def _tick(self) -> None:
-        """Look after relays and the bus; a round that comes late itself says nothing about others."""
+        """Look after relays and the bus."""
         assert self._frames is not None, "start() first"
-        dropped, was_down, round_s = 0, False, RELAY_ALIVE_S / 2
-        looked_s = clock.now_s()
+        dropped, was_down = 0, False
         while True:
-            await asyncio.sleep(round_s)
+            await asyncio.sleep(ROUND_S)
             now = clock.now_s()
-            late, looked_s = now - looked_s > 4 * round_s, now
-            if late:
-                self._heard_s = dict.fromkeys(self._heard_s, now)
+            dead = self._lives.look(now)
+            self._lag.set(self._lives.lag_s)
             if not self._bus.connected:
                 was_down = True
-                continue
-            if was_down or self._frames.dropped != dropped:
+            elif was_down or self._frames.dropped != dropped:
                 self.lose_all("bus" if was_down else "dropped")
+                self._lives.away(now)
                 was_down, dropped = False, self._frames.dropped
-                self._heard_s = dict.fromkeys(self._heard_s, now)
-            self._judge(now)
+            elif dead:
+                self._lose_those_of(dead)
 
-    def _judge(self, now: float) -> None:
-        silent_s = RELAY_ALIVE_S * RELAY_MISSED_MAX
-        dead = {relay for relay, heard_s in self._heard_s.items() if now - heard_s > silent_s}
-        if not dead:
-            return
+    def _lose_those_of(self, dead: set[str]) -> None:
         lost = [stream for stream in self._streams.values() if stream.relay in dead]
         for stream in lost:
             stream.lose("relay")
         if lost:
             self._log.warning("relay_silent", relays=sorted(dead), streams=len(lost))
-        for relay in dead:
-            if now - self._heard_s[relay] > _RELAY_FORGET_S:
-                del self._heard_s[relay]
 
     def lose_all(self, why: str) -> None:
         """Frames of any stream may be lost."""

@@ -8,7 +8,7 @@ import socket
 import aiohttp
 import pytest
 
-from services.gateway import conversation_client, live, streams
+from services.gateway import conversation_client, live, lives, streams
 from shared.limits import GATEWAY_STREAMS_MAX, STREAM_CREDITS
 from shared.messages import Notice
 from shared.outcomes import RefusalKind
@@ -137,7 +137,7 @@ async def test_frames_lost_with_the_bus_are_asked_for_again(world, http):
         writer.finish()
         await eventually(lambda: world.relays[0].frames_sent > sent, "frames were sent into the void")
         raw = await read_until(response, b": ping", raw)
-        await asyncio.sleep(streams.RELAY_ALIVE_S)  # long enough for the gateway to see the connection down
+        await asyncio.sleep(2 * lives.ROUND_S)  # long enough for the gateway to see the connection down
         world.gateway_bus.reconnect()
         raw += await response.read()
     assert text_of(bodies_of(raw)) == writer.text
