@@ -101,6 +101,16 @@ JSON_DEPTH_MAX = 64
 LOGIT_BIAS_MAX = 1024
 INPUT_BYTES_MAX = 768 * KIB  # all text of a request as UTF-8; it must fit a bus message
 
+# --- conversations ---------------------------------------------------------------------------------
+TITLE_CHARS_MAX = 80  # made from a message
+TITLE_GIVEN_CHARS_MAX = 512  # set by a person
+CONVERSATION_ITEMS_MAX = 20  # given when a conversation is made
+CONVERSATION_REPLIES_MAX = 10_000  # past it: start another one
+CONVERSATIONS_SEARCHED_MAX = 1_000  # the newest of a user
+SEARCH_CHARS_MAX = 200
+PAGE_MAX = 100  # entries of one list answer
+PAGE_BYTES_MAX = 512 * KIB  # words in one list answer; what is more comes with the next
+
 # --- the gateway -----------------------------------------------------------------------------------
 GATEWAY_STREAMS_MAX = 20_000  # replies one gateway follows at once; past it 503
 KEY_FRESH_S = 60.0  # a cached key is asked about again after this
@@ -208,4 +218,5 @@ assert FRAME_BYTES_MAX * 2 < PAYLOAD_BYTES_MAX, "a frame and its envelope must f
 assert SNAPSHOT_BLOCKS_MAX * 16 < PAYLOAD_BYTES_MAX
 assert OUTPUT_TOKENS_MAX * 4 < PAYLOAD_BYTES_MAX
 assert INPUT_BYTES_MAX < PAYLOAD_BYTES_MAX
+assert PAGE_BYTES_MAX < PAYLOAD_BYTES_MAX / 1.5, "a page and its ids must fit a bus message"
 assert RELAY_ALIVE_S * RELAY_MISSED_MAX + RELAY_OPEN_S < IDLE_END_S, "a relay's death must not end a reply as idle"

@@ -4,6 +4,8 @@ from pathlib import Path
 
 from services.conversation.archive import Archive
 from services.conversation.contexts import Contexts
+from services.conversation.conversation_store import ConversationStore
+from services.conversation.conversation_verbs import ConversationVerbs
 from services.conversation.conversations import Conversations
 from services.conversation.figures import Figures
 from services.conversation.guards import Guards
@@ -43,6 +45,7 @@ def compose(
     names, name = Names(settings.region), f"conversation/{settings.name}"
     figures, journal = Figures(metrics), Journal(bus, Names(settings.region), "conversation", metrics)
     store, logs = Store(pool), LogStore(bus, names)
+    lines = ConversationStore(store)
     queueing, shards = Queueing(bus, logs), Shards(bus, names, settings.log_shards)
     archive = Archive(store, bus, journal, figures, log)
     marks = QueuedMarks(store, log)
@@ -54,7 +57,7 @@ def compose(
         store=store,
         logs=logs,
         contexts=Contexts(store, logs),
-        conversations=Conversations(name=name, names=names, store=store, logs=logs, bus=bus, journal=journal),
+        conversations=Conversations(name=name, names=names, store=lines, logs=logs, bus=bus, journal=journal),
         check=InputCheck(bus, names, journal, figures, fail_open=settings.safety_fail_open),
         queueing=queueing,
         shards=shards,
@@ -77,6 +80,16 @@ def compose(
         figures=figures,
         log=log,
     )
+    verbs = Verbs(name=name, names=names, store=store, logs=logs, bus=bus, archive=archive, journal=journal)
+    conversations = ConversationVerbs(
+        store=lines,
+        logs=logs,
+        shards=shards,
+        model=models[catalog.default.id],
+        stop=verbs.stop,
+        send=sender.send,
+        journal=journal,
+    )
     return ConversationService(
         models=tuple(models),
         log_shards=settings.log_shards,
@@ -85,7 +98,8 @@ def compose(
         pool=pool,
         store=store,
         sender=sender,
-        verbs=Verbs(name=name, names=names, store=store, logs=logs, bus=bus, archive=archive, journal=journal),
+        verbs=verbs,
+        conversations=conversations,
         archive=archive,
         guards=guards,
         marks=marks,

@@ -35,6 +35,7 @@ class MessageContext:
     items: Sequence[EncodedItem]
     budget: int  # most output tokens
     turns_dropped: int
+    line_version: int = 0  # of its conversation
 
 
 class Contexts:
@@ -124,7 +125,7 @@ async def turn_pieces(turn: Turn, model: PromptModel) -> list[Piece]:
         Piece(encoded.item.role, encoded.ids if same else await model.encode(encoded.item.text))
         for encoded in turn.items
     ]
-    if turn.pinned_only:
+    if turn.pinned_only or not turn.replied:
         return pieces
     if same and turn.reason is not EndReason.STOP_SEQUENCE:
         return [*pieces, Piece("assistant", turn.ids, written=True)]

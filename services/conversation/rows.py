@@ -44,15 +44,19 @@ class Claim:
 
 @dataclass(frozen=True)
 class Line:
-    """A conversation object: its newest reply, if it has one."""
+    """A conversation as a send sees it. `in_flight` are replies that are not known to have ended."""
 
     head_id: str | None
-    head_ended: bool
+    version: int
+    epoch: int
+    in_flight: Sequence[str]
 
 
 @dataclass(frozen=True)
 class NewReply:
-    """Everything of a stored reply at its start. `parent_id` is the turn before it."""
+    """Everything of a stored reply at its start. `parent_id` is the turn before it; `line_version` its
+    conversation's, when that was read.
+    """
 
     accepted: Accepted
     parent_id: str | None
@@ -61,6 +65,7 @@ class NewReply:
     items: Sequence[EncodedItem]
     lane_subject: str
     request: bytes  # GenerateRequest
+    line_version: int = 0
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ class Turn:
     text: str = ""
     ids: list[int] = field(default_factory=list)
     pinned_only: bool = False
+    replied: bool = True  # False: items that nobody replied to
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,7 @@ class Archived(StrEnum):
 _content = msgspec.json.Decoder(TextContent)
 _output = msgspec.json.Decoder(tuple[TextContent, ...])
 _accepted = msgspec.json.Decoder(Accepted)
+_sampling = msgspec.json.Decoder(Sampling)
 
 
 def as_json(value: Any) -> str:
@@ -136,8 +143,8 @@ def read_item(row: Any) -> InputItem:
     return InputItem(role=row["role"], text=_content.decode(row["content"]).text, id=row["id"])
 
 
-def _text(output: str) -> str:
-    return "".join(part.text for part in _output.decode(output))
+def read_output(row: Any) -> str:
+    return "".join(part.text for part in _output.decode(row["output"]))
 
 
 def read_turn(row: Any, items: Sequence[EncodedItem]) -> Turn:
@@ -147,8 +154,9 @@ def read_turn(row: Any, items: Sequence[EncodedItem]) -> Turn:
         items=items,
         tokenizer=row["tokenizer"],
         reason=None if row["reason"] is None else EndReason(row["reason"]),
-        text=_text(row["output"]),
+        text=read_output(row),
         ids=unpack_ids(row["token_ids"]),
+        replied=row["kind"] == "reply",
     )
 
 
@@ -160,7 +168,7 @@ def read_reply(row: Any) -> StoredReply:
     )
     view = ReplyView(
         accepted=read_accepted(row),
-        text=_text(row["output"]),
+        text=read_output(row),
         ids=row["token_ids"],
         reason=EndReason(row["reason"]) if ended else None,
         usage=usage if ended else None,
@@ -175,3 +183,7 @@ def read_reply(row: Any) -> StoredReply:
 
 def read_accepted(row: Any) -> Accepted:
     return _accepted.decode(row["accepted"])
+
+
+def read_sampling(row: Any) -> Sampling:
+    return _sampling.decode(row["sampling"])

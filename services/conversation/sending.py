@@ -7,6 +7,7 @@ idempotency key ─known─> attach                                  rows, key a
 """
 
 import asyncio
+import dataclasses
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
@@ -158,7 +159,9 @@ class Sender:
             check, context = self._check.ask(message), self._contexts.of(message, model, parent_id)
             return (await _together(check, context))[1]
         await self._check.ask(message)
-        return await self._contexts.of(message, model, await self._conversations.parent(message))
+        place = await self._conversations.place(message)
+        behind = await self._contexts.of(message, model, place.parent_id)
+        return dataclasses.replace(behind, line_version=place.version)
 
     def _request(
         self, message: SendMessage, model: PromptModel, context: MessageContext, lane: Tier, reply_id: str
@@ -212,6 +215,7 @@ class Sender:
                 items=context.items,
                 lane_subject=subject,
                 request=encode(request),
+                line_version=context.line_version,
             )
             return await self._store.begin(new, idempotency)
         return None if idempotency is None else await self._store.claim(request.accepted, idempotency)

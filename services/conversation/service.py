@@ -11,6 +11,7 @@ import msgspec
 
 from services.conversation import migrate
 from services.conversation.archive import Archive
+from services.conversation.conversation_verbs import ConversationVerbs
 from services.conversation.figures import Figures
 from services.conversation.guards import Guards
 from services.conversation.marks import QueuedMarks
@@ -22,7 +23,22 @@ from shared import clock
 from shared.bus import Bus, BusMessage, Puller, Subscription
 from shared.errors import BusClosedError, BusError, ConfigError, RefusedError
 from shared.limits import REQUEST_TIMEOUT_S
-from shared.messages import KeyLookup, Message, Refused, ReplyRef, SendMessage, WithdrawReply, decoder, encode
+from shared.messages import (
+    ConversationRef,
+    CreateConversation,
+    KeyLookup,
+    ListConversations,
+    ListItems,
+    Message,
+    Refused,
+    RegenerateReply,
+    ReplyRef,
+    SendMessage,
+    UpdateConversation,
+    WithdrawReply,
+    decoder,
+    encode,
+)
 from shared.outcomes import Refusal, RefusalKind
 from shared.storage import UNAVAILABLE_ERRORS, Pool
 from shared.subjects import Names
@@ -70,6 +86,7 @@ class ConversationService:
         store: Store,
         sender: Sender,
         verbs: Verbs,
+        conversations: ConversationVerbs,
         archive: Archive,
         guards: Guards,
         marks: QueuedMarks,
@@ -90,6 +107,13 @@ class ConversationService:
             _Verb("input_items", decoder(ReplyRef).decode, verbs.input_items),
             _Verb("key", decoder(KeyLookup).decode, verbs.key),
             _Verb("withdraw", decoder(WithdrawReply).decode, verbs.withdraw),
+            _Verb("conversation_create", decoder(CreateConversation).decode, conversations.create),
+            _Verb("conversation_list", decoder(ListConversations).decode, conversations.newest),
+            _Verb("conversation_get", decoder(ConversationRef).decode, conversations.get),
+            _Verb("conversation_update", decoder(UpdateConversation).decode, conversations.update),
+            _Verb("conversation_items", decoder(ListItems).decode, conversations.items),
+            _Verb("conversation_delete", decoder(ConversationRef).decode, conversations.delete),
+            _Verb("regenerate", decoder(RegenerateReply).decode, conversations.regenerate),
         )
         self._subscriptions: list[tuple[_Verb, Subscription]] = []
         self._in_progress = 0

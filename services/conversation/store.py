@@ -16,7 +16,6 @@ from services.conversation.rows import (
     Claim,
     EncodedItem,
     IdempotencyKey,
-    Line,
     NewReply,
     Overdue,
     Purge,
@@ -31,6 +30,7 @@ from services.conversation.rows import (
     read_reply,
     read_turn,
 )
+from services.conversation.titles import title_of
 from shared.errors import ChorusError
 from shared.messages import Accepted, EndedReply, InputItem, Principal, pack_ids, unpack_ids
 from shared.storage import UNAVAILABLE_ERRORS, Connection, Pool, borrow
@@ -58,7 +58,8 @@ class Store:
         self._unanswered = 0
 
     @asynccontextmanager
-    async def _connection(self, deadline_s: float = ANSWER_S, *, probe: bool = False) -> AsyncIterator[Connection]:
+    async def connection(self, deadline_s: float = ANSWER_S, *, probe: bool = False) -> AsyncIterator[Connection]:
+        """One for the block; raises StoreAwayError."""
         if self.away is not None and not probe:
             raise StoreAwayError(self.away)
         try:
@@ -75,7 +76,7 @@ class Store:
         One that refuses is away at once; one that is silent, the second time: the first may have been our own queue.
         """
         try:
-            async with self._connection(PROBE_S, probe=True) as conn:
+            async with self.connection(PROBE_S, probe=True) as conn:
                 await conn.execute("SELECT 1")
         except StoreAwayError as error:
             self._unanswered += 1
@@ -85,22 +86,22 @@ class Store:
         self._unanswered, self.away = 0, None
 
     async def key(self, digest: bytes) -> Principal | None:
-        async with self._connection() as conn:
+        async with self.connection() as conn:
             return await key_store.find_key(conn, digest)
 
     # --- the start of a reply ------------------------------------------------------------------------------
 
     async def claim_of(self, principal: Principal, key: str) -> Claim | None:
-        async with self._connection() as conn:
+        async with self.connection() as conn:
             return await _claim_of(conn, principal.org, principal.user, key)
 
     async def begin(self, new: NewReply, idempotency: IdempotencyKey | None) -> Claim | None:
         """All rows of a reply, or none: returns the claim that was there first, when another send holds the key.
 
-        Raises MovedOnError when its conversation has a newer reply than `new.parent_id`.
+        Raises MovedOnError when its conversation is not the one at `new.line_version` any more.
         """
         accepted = new.accepted
-        async with self._connection() as conn, conn.transaction():
+        async with self.connection() as conn, conn.transaction():
             if idempotency is not None and not await _claim(conn, accepted, idempotency):
                 return await _claim_of(conn, accepted.org, accepted.user, idempotency.key)
             await _insert_reply(conn, new)
@@ -108,27 +109,16 @@ class Store:
                 await _move_head(conn, new, accepted.echo.conversation_id)
         return None
 
-    async def conversation(self, principal: Principal, conversation_id: str) -> Line | None:
-        async with self._connection() as conn:
-            row = await conn.fetchrow(
-                "SELECT c.head_id, r.status FROM conversations c LEFT JOIN replies r ON r.id = c.head_id"
-                " WHERE c.id = $1 AND c.org = $2 AND c.usr = $3",
-                conversation_id,
-                principal.org,
-                principal.user,
-            )
-        return None if row is None else Line(row["head_id"], head_ended=row["status"] == State.ENDED)
-
     async def claim(self, accepted: Accepted, idempotency: IdempotencyKey) -> Claim | None:
         """The key alone, for a reply that leaves no rows; returns the claim that was there first."""
-        async with self._connection() as conn, conn.transaction():
+        async with self.connection() as conn, conn.transaction():
             if await _claim(conn, accepted, idempotency):
                 return None
             return await _claim_of(conn, accepted.org, accepted.user, idempotency.key)
 
     async def queued(self, reply_ids: Sequence[str]) -> None:
         """Their lanes took the requests: the outbox rows go."""
-        async with self._connection() as conn:
+        async with self.connection() as conn:
             await conn.execute(
                 "WITH sent AS (DELETE FROM outbox WHERE reply_id = ANY($1)),"
                 " known AS (UPDATE idempotency SET queued = true WHERE reply_id = ANY($1))"
@@ -140,7 +130,7 @@ class Store:
 
     async def give_up(self, reply_id: str, detail: str) -> None:
         """It will not be queued: its key is free again, and its end is due now (the sweeper writes what is missing)."""
-        async with self._connection() as conn, conn.transaction():
+        async with self.connection() as conn, conn.transaction():
             await conn.execute("DELETE FROM idempotency WHERE reply_id = $1", reply_id)
             await conn.execute("DELETE FROM outbox WHERE reply_id = $1", reply_id)
             await conn.execute(
@@ -151,7 +141,7 @@ class Store:
 
     async def outbox(self, *, older_than_s: float, now_s: float, most: int) -> list[Queued]:
         """Requests stored at least `older_than_s` ago and still not known to be queued, oldest first."""
-        async with self._connection() as conn:
+        async with self.connection() as conn:
             rows = await conn.fetch(
                 "SELECT reply_id, subject, payload FROM outbox WHERE created_at < to_timestamp($1)"
                 " ORDER BY created_at LIMIT $2",
@@ -164,7 +154,7 @@ class Store:
 
     async def history(self, principal: Principal, last_id: str, tokens_max: int) -> list[Turn] | None:
         """The turns up to `last_id`, oldest first, as far as `tokens_max` can hold; None when it is not theirs."""
-        async with self._connection() as conn:
+        async with self.connection() as conn:
             chain = await conn.fetch(_CHAIN, last_id, principal.org, principal.user, HISTORY_TURNS_MAX)
             if not chain:
                 return None
@@ -193,10 +183,10 @@ class Store:
 
     async def reply(self, principal: Principal, reply_id: str) -> StoredReply | None:
         """None when it is unknown, deleted, never stored, or another's."""
-        async with self._connection() as conn:
+        async with self.connection() as conn:
             row = await conn.fetchrow(
                 "SELECT *, extract(epoch FROM ended_at)::float8 AS ended_s FROM replies"
-                " WHERE id = $1 AND org = $2 AND usr = $3",
+                " WHERE id = $1 AND org = $2 AND usr = $3 AND kind = 'reply'",
                 reply_id,
                 principal.org,
                 principal.user,
@@ -204,7 +194,7 @@ class Store:
         return None if row is None else read_reply(row)
 
     async def input_items(self, principal: Principal, reply_id: str) -> list[InputItem]:
-        async with self._connection() as conn:
+        async with self.connection() as conn:
             rows = await conn.fetch(
                 "SELECT id, role, content FROM items WHERE reply_id = $1 AND org = $2 AND usr = $3 ORDER BY position",
                 reply_id,
@@ -214,7 +204,7 @@ class Store:
         return [read_item(row) for row in rows]
 
     async def purge_cause(self, reply_id: str) -> Cause | None:
-        async with self._connection() as conn:
+        async with self.connection() as conn:
             cause = await conn.fetchval("SELECT cause FROM purges WHERE reply_id = $1", reply_id)
         return None if cause is None else Cause(cause)
 
@@ -225,7 +215,7 @@ class Store:
 
         No router needs their logs any more, so a purge that waited for that is due now.
         """
-        async with self._connection(BATCH_S) as conn, conn.transaction():
+        async with self.connection(BATCH_S) as conn, conn.transaction():
             outcomes = [await _archive(conn, ended) for ended in replies]
             await conn.execute(
                 "UPDATE purges SET due_at = least(due_at, to_timestamp($2)) WHERE reply_id = ANY($1)",
@@ -236,7 +226,7 @@ class Store:
 
     async def overdue(self, *, now_s: float, grace_s: float, most: int) -> list[Overdue]:
         """Replies not ended `grace_s` past their deadline."""
-        async with self._connection() as conn:
+        async with self.connection() as conn:
             rows = await conn.fetch(
                 "SELECT id, accepted, detail FROM replies WHERE status <> 'ended' AND deadline_at < to_timestamp($1)"
                 " ORDER BY deadline_at LIMIT $2",
@@ -249,17 +239,23 @@ class Store:
 
     async def delete(self, principal: Principal, reply_id: str, *, now_s: float, latest_s: float) -> None:
         """Rows go now; the log and its ENDED record when the end has been archived, at `latest_s` in any case."""
-        async with self._connection() as conn, conn.transaction():
+        async with self.connection() as conn, conn.transaction():
             owner = reply_id, principal.org, principal.user
             gone = await conn.fetchrow(
-                "DELETE FROM replies WHERE id = $1 AND org = $2 AND usr = $3 RETURNING status, parent_id", *owner
+                "DELETE FROM replies WHERE id = $1 AND org = $2 AND usr = $3"
+                " RETURNING status, parent_id, conversation_id",
+                *owner,
             )
             if gone is not None:  # what followed it follows what was before it
                 await conn.execute(
                     "UPDATE replies SET parent_id = $2 WHERE parent_id = $1", reply_id, gone["parent_id"]
                 )
                 await conn.execute(
-                    "UPDATE conversations SET head_id = $2 WHERE head_id = $1", reply_id, gone["parent_id"]
+                    "UPDATE conversations SET epoch = epoch + 1, version = version + 1,"
+                    " head_id = CASE WHEN head_id = $2 THEN $3 ELSE head_id END WHERE id = $1",
+                    gone["conversation_id"],
+                    reply_id,
+                    gone["parent_id"],
                 )
             archived = gone is not None and gone["status"] == State.ENDED
             await conn.execute("DELETE FROM idempotency WHERE reply_id = $1 AND org = $2 AND usr = $3", *owner)
@@ -267,16 +263,19 @@ class Store:
 
     async def withdraw(self, reply_id: str, *, now_s: float, latest_s: float) -> None:
         """A flag came late: the stored text goes, the reply stays; the log and its ENDED record go as in `delete`."""
-        async with self._connection() as conn, conn.transaction():
+        async with self.connection() as conn, conn.transaction():
             status = await conn.fetchval(
-                "UPDATE replies SET withdrawn = true, output = '[]', token_ids = '' WHERE id = $1 RETURNING status",
+                "WITH taken AS (UPDATE replies SET withdrawn = true, output = '[]', token_ids = '' WHERE id = $1"
+                " RETURNING status, conversation_id),"
+                " known AS (UPDATE conversations SET epoch = epoch + 1 WHERE id IN (SELECT conversation_id FROM taken))"
+                " SELECT status FROM taken",
                 reply_id,
             )
             await _note_purge(conn, Purge(reply_id, Cause.WITHDRAWN), now_s if status == State.ENDED else latest_s)
 
     async def purges(self, *, now_s: float, most: int) -> list[Purge]:
         """Purges that are due."""
-        async with self._connection() as conn:
+        async with self.connection() as conn:
             rows = await conn.fetch(
                 "SELECT reply_id, cause FROM purges WHERE due_at <= to_timestamp($1) ORDER BY due_at LIMIT $2",
                 now_s,
@@ -285,12 +284,12 @@ class Store:
         return [Purge(row["reply_id"], Cause(row["cause"])) for row in rows]
 
     async def purged(self, reply_id: str) -> None:
-        async with self._connection() as conn:
+        async with self.connection() as conn:
             await conn.execute("DELETE FROM purges WHERE reply_id = $1", reply_id)
 
     async def forget_claims(self, *, before_s: float, most: int) -> int:
         """Idempotency keys older than this are free again; returns how many went."""
-        async with self._connection() as conn:
+        async with self.connection() as conn:
             rows = await conn.fetch(
                 "DELETE FROM idempotency WHERE (org, usr, key) IN (SELECT org, usr, key FROM idempotency"
                 " WHERE created_at < to_timestamp($1) ORDER BY created_at LIMIT $2) RETURNING 1",
@@ -312,7 +311,7 @@ WITH RECURSIVE chain AS (
 )
 SELECT id, tokenizer, tokens FROM chain ORDER BY depth
 """
-_TURNS = "SELECT id, status, reason, tokenizer, output, token_ids FROM replies WHERE id = ANY($1)"
+_TURNS = "SELECT id, kind, status, reason, tokenizer, output, token_ids FROM replies WHERE id = ANY($1)"
 _ITEMS = """
 SELECT reply_id, id, role, content, token_ids FROM items
  WHERE reply_id = ANY($1) OR (reply_id = ANY($2) AND role = ANY($3))
@@ -347,10 +346,13 @@ async def _claim_of(conn: Connection, org: str, user: str, key: str) -> Claim | 
 
 async def _move_head(conn: Connection, new: NewReply, conversation_id: str) -> None:
     moved = await conn.fetchval(
-        "UPDATE conversations SET head_id = $2 WHERE id = $1 AND head_id IS NOT DISTINCT FROM $3 RETURNING true",
+        "UPDATE conversations SET head_id = $2, version = version + 1, updated_at = to_timestamp($4),"
+        " title = CASE WHEN title = '' THEN $5 ELSE title END WHERE id = $1 AND version = $3 RETURNING true",
         conversation_id,
         new.accepted.reply_id,
-        new.parent_id,
+        new.line_version,
+        new.accepted.created_s,
+        title_of(item.item for item in new.items),
     )
     if not moved:
         raise MovedOnError(conversation_id)
@@ -378,6 +380,21 @@ async def _insert_reply(conn: Connection, new: NewReply) -> None:
         sum(len(item.ids) for item in new.items),
         accepted.input_tokens,
     )
+    await insert_items(conn, accepted, new.items)
+    await conn.execute(
+        "INSERT INTO outbox (reply_id, org, usr, subject, payload, created_at)"
+        " VALUES ($1, $2, $3, $4, $5, to_timestamp($6))",
+        accepted.reply_id,
+        accepted.org,
+        accepted.user,
+        new.lane_subject,
+        new.request,
+        accepted.created_s,
+    )
+
+
+async def insert_items(conn: Connection, accepted: Accepted, items: Sequence[EncodedItem]) -> None:
+    """The message of a turn, in order."""
     await conn.executemany(
         "INSERT INTO items (reply_id, position, id, org, usr, role, content, token_ids)"
         " VALUES ($1, $2, $3, $4, $5, $6, $7, $8)",
@@ -392,18 +409,8 @@ async def _insert_reply(conn: Connection, new: NewReply) -> None:
                 as_json(TextContent(text=encoded.item.text)),
                 pack_ids(encoded.ids),
             )
-            for position, encoded in enumerate(new.items)
+            for position, encoded in enumerate(items)
         ],
-    )
-    await conn.execute(
-        "INSERT INTO outbox (reply_id, org, usr, subject, payload, created_at)"
-        " VALUES ($1, $2, $3, $4, $5, to_timestamp($6))",
-        accepted.reply_id,
-        accepted.org,
-        accepted.user,
-        new.lane_subject,
-        new.request,
-        accepted.created_s,
     )
 
 

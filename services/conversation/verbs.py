@@ -85,7 +85,7 @@ class Verbs:
         if log is None:
             await self._settle_unwritten(ref)
         elif log.ended is None:
-            await self._stop(ref.reply_id)
+            await self.stop(ref.reply_id)
         return Done()
 
     async def _settle_unwritten(self, ref: ReplyRef) -> None:
@@ -99,7 +99,7 @@ class Verbs:
         """A running reply is ended first. Raises RefusedError: NOT_FOUND."""
         view = await self.get(ref)
         if view.reason is None and view.log_alive:
-            await self._stop(ref.reply_id)
+            await self.stop(ref.reply_id)
         now_s = clock.wall_s()
         await self._store.delete(ref.principal, ref.reply_id, now_s=now_s, latest_s=now_s + PURGE_LATEST_S)
         self._journal.note("reply_deleted", ref.reply_id, was=view.reason)
@@ -139,7 +139,7 @@ class Verbs:
             raise _not_found(ref)
         return log
 
-    async def _stop(self, reply_id: str) -> LogView:
+    async def stop(self, reply_id: str) -> LogView:
         """`end` is the cancel; the control subject only makes it fast."""
         end = End(reason=EndReason.USER_STOP, by=self._name, ended_s=clock.wall_s())
         log = await self._logs.end(reply_id, end, _END_S)

@@ -19,6 +19,9 @@ from shared.catalog import Catalog, ModelCard
 from shared.log_store import LogStore
 from shared.messages import (
     Chunk,
+    ConversationItems,
+    ConversationPage,
+    ConversationView,
     Done,
     End,
     GenerateRequest,
@@ -56,7 +59,10 @@ CATALOG = Catalog(
         ModelCard(id="stub-mini", file="stub", context_tokens=128, output_tokens_max=32, role="mini"),
     )
 )
-_answers = decoder(Sent | Refused | ReplyView | Done | InputItems | KeyFound)  # type: ignore[arg-type,var-annotated]
+_Answer = (
+    Sent | Refused | ReplyView | Done | InputItems | KeyFound | ConversationView | ConversationPage | ConversationItems
+)
+_answers = decoder(_Answer)  # type: ignore[arg-type,var-annotated]
 _generate = decoder(GenerateRequest)
 STUB = StubTokenizer()
 
@@ -197,6 +203,7 @@ def a_message(
     body: bytes = b"body",
     model: str = "stub",
     items: tuple[InputItem, ...] | None = None,
+    branch_from: str | None = None,
     **echo: Any,
 ) -> SendMessage:
     return SendMessage(
@@ -208,6 +215,7 @@ def a_message(
         echo=RequestEcho(**echo),
         idempotency_key=key,
         body_hash=body,
+        branch_from=branch_from,
     )
 
 
