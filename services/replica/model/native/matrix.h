@@ -124,13 +124,12 @@ static inline void quantise(const float* x, Rows& to, int row, int first, int co
   }
 }
 
-static ALWAYS int32_t four(const int8_t* q) {
-  int32_t x;
-  std::memcpy(&x, q, 4);
-  return x;
-}
-
 // --- the product of one block: codes of 16 columns with R rows, added to `sums`; exact ---------------------
+//
+// A row's four inputs are broadcast by the instruction that uses them. In assembly, because the compiler would rather
+// keep them for the next columns, and has no registers for that.
+
+typedef int32_t __attribute__((may_alias, aligned(1))) four;
 
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 
@@ -141,9 +140,9 @@ static ALWAYS void block_dot(const uint8_t* codes, const int8_t* const* q, int a
   for (int g = 0; g < GROUPS; g++) {
     __m512i w = _mm512_loadu_si512(codes + (EIGHT ? g : g & 3) * 64);
     if (!EIGHT) w = _mm512_and_si512(g < 4 ? w : _mm512_srli_epi16(w, 4), low);
-#pragma GCC unroll 8
+#pragma GCC unroll 16
     for (int r = 0; r < R; r++)
-      sums[r] = (vi)_mm512_dpbusd_epi32((__m512i)sums[r], w, _mm512_set1_epi32(four(q[r] + at + g * 4)));
+      asm("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sums[r]) : "v"(w), "m"(*(const four*)(q[r] + at + g * 4)));
   }
 }
 
@@ -163,8 +162,13 @@ static ALWAYS void half_dot(const uint8_t* codes, const int8_t* const* q, int at
       __m256i w = _mm256_loadu_si256((const __m256i*)(codes + (EIGHT ? g : g & 3) * 64));
       w = _mm256_and_si256((EIGHT ? plane == 0 : g < 4) ? w : _mm256_srli_epi16(w, 4), low);
 #pragma GCC unroll 4
-      for (int r = 0; r < R; r++)
-        total[r] = _mm256_add_epi16(total[r], _mm256_maddubs_epi16(w, _mm256_set1_epi32(four(q[r] + at + g * 4))));
+      for (int r = 0; r < R; r++) {
+        __m256i product;
+        asm("vpbroadcastd %2, %0\n\tvpmaddubsw %0, %1, %0"
+            : "=&x"(product)
+            : "x"(w), "m"(*(const four*)(q[r] + at + g * 4)));
+        total[r] = _mm256_add_epi16(total[r], product);
+      }
     }
 #pragma GCC unroll 4
     for (int r = 0; r < R; r++) {
@@ -207,43 +211,38 @@ static ALWAYS void block_dot(const uint8_t* codes, const int8_t* const* q, int a
 
 #endif
 
-// R rows with two neighbouring panels, which hide the latency of few rows: out[p * R + r] holds 16 columns.
+// R rows with one panel: out[r] holds 16 columns.
 template <int R, Kind KIND>
 static __attribute__((noinline)) void tile(const Matrix& m, int panel, const Rows& rows, int row, vf* out) {
   const int blocks = m.blocks;
   const int8_t* q[R];
-#pragma GCC unroll 8
+#pragma GCC unroll 16
   for (int r = 0; r < R; r++) q[r] = rows.codes.data() + size_t(row + r) * blocks * BLOCK;
   const size_t first = size_t(row) * blocks;
   const float *scales = rows.scales.data() + first, *shares = rows.shares.data() + first;
   const int32_t* minus = rows.minus.data() + first;
-  const uint8_t* at[2] = {m.block(panel, 0), m.block(panel + 1, 0)};
-  vf total[R * 2];
+  const uint8_t* at = m.block(panel, 0);
+  vf total[R];
 #pragma GCC unroll 16
-  for (int i = 0; i < R * 2; i++) total[i] = vf{};
-  for (int b = 0; b < blocks; b++) {
-#pragma GCC unroll 2
-    for (int p = 0; p < 2; p++) {
-      vi sums[R];
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
-        sums[r] = KIND == Q4_1 ? vi{} : all_int(minus[r * blocks + b]);
-        if (KIND == Q8_0) sums[r] = sums[r] << 4;
-      }
-      block_dot<R, KIND == Q8_0>(at[p], q, b * BLOCK, sums);
-      const half* d = reinterpret_cast<const half*>(at[p] + code_bytes(KIND));
-      const vf scale = load_half(d), least = KIND == Q4_1 ? load_half(d + LANES) : vf{};
-#pragma GCC unroll 8
-      for (int r = 0; r < R; r++) {
-        vf& t = total[p * R + r];
-        t = fma(to_float(sums[r]), scale * all(scales[r * blocks + b]), t);
-        if (KIND == Q4_1) t = fma(least, all(shares[r * blocks + b]), t);
-      }
-      at[p] += m.block_bytes;
+  for (int r = 0; r < R; r++) total[r] = vf{};
+  for (int b = 0; b < blocks; b++, at += m.block_bytes) {
+    vi sums[R];
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      sums[r] = KIND == Q4_1 ? vi{} : all_int(minus[r * blocks + b]);
+      if (KIND == Q8_0) sums[r] = sums[r] << 4;
+    }
+    block_dot<R, KIND == Q8_0>(at, q, b * BLOCK, sums);
+    const half* d = reinterpret_cast<const half*>(at + code_bytes(KIND));
+    const vf scale = load_half(d), least = KIND == Q4_1 ? load_half(d + LANES) : vf{};
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      total[r] = fma(to_float(sums[r]), scale * all(scales[r * blocks + b]), total[r]);
+      if (KIND == Q4_1) total[r] = fma(least, all(shares[r * blocks + b]), total[r]);
     }
   }
 #pragma GCC unroll 16
-  for (int i = 0; i < R * 2; i++) out[i] = total[i];
+  for (int r = 0; r < R; r++) out[r] = total[r];
 }
 
 template <int R>
@@ -260,17 +259,20 @@ static void tile_of(const Matrix& m, int panel, const Rows& rows, int row, vf* o
 template <class Put>
 static void product(const Matrix& m, int from, int to, const Rows& rows, int count, const Put& put) {
   const int passes = rows.passes, total = count * passes;
-  vf out[TILE * 2];
+  vf out[2][TILE];
   for (int panel = from; panel < to; panel += 2) {
     for (int row = 0, n; row < total; row += n) {
       const int left = total - row;
-      if (left >= TILE) n = TILE, tile_of<TILE>(m, panel, rows, row, out);
-      else if (left >= 4) n = 4, tile_of<4>(m, panel, rows, row, out);
-      else if (left >= 2) n = 2, tile_of<2>(m, panel, rows, row, out);
-      else n = 1, tile_of<1>(m, panel, rows, row, out);
+      n = left >= TILE ? TILE : left >= 4 ? 4 : left >= 2 ? 2 : 1;
+      for (int p = 0; p < 2; p++) {
+        if (n == TILE) tile_of<TILE>(m, panel + p, rows, row, out[p]);
+        else if (n == 4) tile_of<4>(m, panel + p, rows, row, out[p]);
+        else if (n == 2) tile_of<2>(m, panel + p, rows, row, out[p]);
+        else tile_of<1>(m, panel + p, rows, row, out[p]);
+      }
       for (int r = 0; r < n; r += passes) {
-        vf y[2] = {out[r], out[n + r]};
-        if (passes == 2) y[0] = y[0] + out[r + 1], y[1] = y[1] + out[n + r + 1];
+        vf y[2] = {out[0][r], out[1][r]};
+        if (passes == 2) y[0] = y[0] + out[0][r + 1], y[1] = y[1] + out[1][r + 1];
         put(panel, (row + r) / passes, y);
       }
     }

@@ -98,7 +98,15 @@ static_assert(sizeof(vf) == LANES * 4 && sizeof(vi) == LANES * 4);
 
 // --- memory -----------------------------------------------------------------------------------------------
 
-static ALWAYS void put(reg* to, float x) { *to = reg{} + x; }
+static ALWAYS void put(reg* to, float x) {
+#if defined(__AVX512F__)
+  *to = (reg)_mm512_set1_ps(x);
+#elif defined(__AVX2__)
+  *to = (reg)_mm256_set1_ps(x);
+#else
+  for (int i = 0; i < WIDTH; i++) (*to)[i] = x;
+#endif
+}
 static ALWAYS void put(ireg* to, int32_t x) { *to = ireg{} + x; }
 template <class T, class X> static ALWAYS void put(Pair<T>* to, X x) { put(&to->lo, x), put(&to->hi, x); }
 static ALWAYS vf all(float x) {
