@@ -138,6 +138,7 @@ BUS_PING_S = 2.0  # a connection is stale after two unanswered ones
 BUS_RECONNECT_S_MIN = 0.1  # before each try to reconnect, for ever, jittered up to ...
 BUS_RECONNECT_S_MAX = 0.25
 BUS_UNSENT_BYTES_MAX = 8 * MIB  # written to a slow link and not yet sent; past it core publishes are dropped
+BUS_SUBJECT_CHARS_MAX = 1024  # longer ones are refused here: a server ends the connection over them
 BUS_CLOSE_S = 2.0  # flush and leave
 BUS_READ_S = 2.0  # one batched direct get
 PULL_RETRY_S = 0.1  # after a pull that the server turned down

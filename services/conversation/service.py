@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any, NamedTuple
 
+import asyncpg
 import msgspec
 
 from services.conversation import migrate
@@ -231,8 +232,8 @@ class ConversationService:
                 return await verb.answer(verb.decode(data))
         except RefusedError as error:
             return Refused(refusal=error.refusal)
-        except msgspec.DecodeError as error:
-            self._log.error("verb_not_understood", verb=verb.name, error=str(error))
+        except (msgspec.DecodeError, asyncpg.DataError) as error:
+            self._log.error("verb_not_understood", verb=verb.name, error=f"{type(error).__name__}: {error}")
             return Refused(refusal=Refusal(kind=RefusalKind.BAD_REQUEST, message="The request was not understood."))
         except StoreAwayError:
             return Refused(refusal=STORE_AWAY)

@@ -15,6 +15,7 @@ import contextlib
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import msgspec
 
@@ -54,6 +55,7 @@ _STREAM_ID_BYTES = 8
 _WINDOW = STREAM_CREDITS // 2  # frames in flight: at the shortest chunk interval still a third of a second
 _LET_GO_MAX = 8192
 
+T = TypeVar("T")
 _frame = decoder(Frame)
 _alive = decoder(RelayAlive)
 _opened: msgspec.msgpack.Decoder[StreamOpened | Refused] = msgspec.msgpack.Decoder(StreamOpened | Refused)
@@ -158,7 +160,10 @@ class ReplyStream:
             return None
         batch = Batch()
         while self._inbox and batch.closing is None:
-            frame = _frame.decode(self._inbox.popleft())
+            frame = self._relays.read_frame(self._inbox.popleft())
+            if frame is None:
+                self.lose("unreadable")
+                break
             if frame.number != self._next_number:
                 if frame.number > self._next_number:
                     self.lose("gap")
@@ -358,7 +363,18 @@ class Relays:
             answer = await self._bus.request(self._names.relay_open, encode(question), timeout_s=RELAY_OPEN_S)
         except (NoRespondersError, BusTimeoutError):
             return None
-        return _opened.decode(answer.data)
+        return self._read(_opened, answer.data, "relay.open")
+
+    def read_frame(self, data: bytes) -> Frame | None:
+        return self._read(_frame, data, "frames")
+
+    def _read(self, kind: msgspec.msgpack.Decoder[T], data: bytes, what: str) -> T | None:
+        try:
+            return kind.decode(data)
+        except msgspec.DecodeError as error:
+            self._undecodable.inc()
+            self._log.warning("message_undecodable", subject=what, error=str(error))
+            return None
 
     # --- loops -----------------------------------------------------------------------------------------------
 
@@ -376,11 +392,9 @@ class Relays:
     async def _hear_lives(self) -> None:
         assert self._words is not None, "start() first"
         async for message in self._words:
-            try:
-                self.heard(_alive.decode(message.data).relay)
-            except msgspec.DecodeError as error:
-                self._undecodable.inc()
-                self._log.warning("message_undecodable", subject=message.subject, error=str(error))
+            alive = self._read(_alive, message.data, message.subject)
+            if alive is not None:
+                self.heard(alive.relay)
 
     async def _tick(self) -> None:
         """Look after relays and the bus."""

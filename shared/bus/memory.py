@@ -24,12 +24,13 @@ from shared.errors import (
     BusTimeoutError,
     NoRespondersError,
 )
-from shared.limits import INBOX_MESSAGES_MAX, PAYLOAD_BYTES_MAX, REQUEST_TIMEOUT_S
+from shared.limits import BUS_SUBJECT_CHARS_MAX, INBOX_MESSAGES_MAX, PAYLOAD_BYTES_MAX, REQUEST_TIMEOUT_S
 
 
 def _checked(subject: str) -> str:
-    if not subject or any(character in subject for character in " \t\r\n"):
-        raise BusError(f"{subject!r} is not a subject")
+    too_long = len(subject) > BUS_SUBJECT_CHARS_MAX
+    if not subject or too_long or any(character in subject for character in " \t\r\n"):
+        raise BusError(f"{subject[:80]!r} is not a subject")
     return subject
 
 

@@ -38,6 +38,7 @@ from shared.limits import (
     BUS_PING_S,
     BUS_RECONNECT_S_MAX,
     BUS_RECONNECT_S_MIN,
+    BUS_SUBJECT_CHARS_MAX,
     BUS_UNSENT_BYTES_MAX,
     REQUEST_TIMEOUT_S,
 )
@@ -213,6 +214,7 @@ class Link:
 
     async def send(self, subject: str, data: bytes, reply: str = "", headers: Mapping[str, str] | None = None) -> None:
         """Hand to the connection, without waiting. Raises BusTimeoutError when there is none at this moment."""
+        _check_length(subject, reply)
         try:
             await self._client.publish(subject, data, reply, dict(headers) if headers else None)
         except nats.errors.MaxPayloadError:
@@ -280,6 +282,7 @@ class Link:
 
     async def listen(self, subject: str, queue: str, on_message: OnMessage, most: int) -> NatsSubscription:
         """A subscription with a callback; taken up again after each reconnect."""
+        _check_length(subject, queue)
         try:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 await self.ready()
@@ -325,6 +328,12 @@ async def unsubscribe(subscription: NatsSubscription) -> None:
 
 def bus_message(message: Msg) -> BusMessage:
     return BusMessage(message.subject, message.data, message.reply, message.headers or {})
+
+
+def _check_length(*names: str) -> None:
+    """The server would end the connection, and nats-py would not come back."""
+    if any(len(name) > BUS_SUBJECT_CHARS_MAX for name in names):
+        raise BusError(f"a subject is at most {BUS_SUBJECT_CHARS_MAX} characters long")
 
 
 def _place(url: str) -> str:

@@ -275,9 +275,9 @@ async def test_what_is_too_large_is_refused_here(world):
     assert await bus.append(f"{world.region}.lane.a", b"fits", timeout_s=S) == 1
 
 
-@pytest.mark.parametrize("subject", ["", "a b", "a\r\nPUB evil 0\r\n", "a\tb"])
+@pytest.mark.parametrize("subject", ["", "a b", "a\r\nPUB evil 0\r\n", "a\tb", "x" * 5000])
 async def test_what_is_no_subject_is_refused_here(world, subject):
-    """A subject with blanks or line breaks never reaches the wire, whatever the call."""
+    """A subject with blanks or line breaks, or without an end, never reaches the wire, whatever the call."""
     bus = await world.bus()
     for call in (
         lambda: bus.publish(subject, b""),

@@ -124,6 +124,22 @@ async def test_a_frame_lost_or_a_relay_leaving_opens_the_stream_again(world, htt
     assert world.sample("gateway_reopened_total", why=why) == 1
 
 
+async def test_a_frame_that_cannot_be_read_opens_the_stream_again(world, http):
+    """Garbage on a stream's subject is counted, and the reply is shown whole all the same."""
+    writer = Writer(world)
+    async with http.post("/v1/responses", json=STREAM) as response:
+        await writer.ready.wait()
+        writer.write(1)
+        raw = await read_until(response, b' 0"')
+        await world.relays[0].bus.publish(world.relays[0].opens[0].inbox, b"\xc1garbage")
+        await eventually(lambda: world.sample("gateway_reopened_total", why="unreadable") == 1, "opened again")
+        writer.write(2)
+        writer.finish()
+        raw += await response.read()
+    assert text_of(bodies_of(raw)) == writer.text
+    assert world.sample("gateway_undecodable_total") == 1
+
+
 async def test_frames_lost_with_the_bus_are_asked_for_again(world, http):
     """After the gateway's connection to the bus was away, streams open again: even a lost last frame is found."""
     writer = Writer(world)
