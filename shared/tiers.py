@@ -29,6 +29,6 @@ def rank(tier: Tier) -> int:
 
 
 def lane_for(key_tier: Tier, service_tier: str | None) -> Tier:
-    """The lane of a request: what was asked for, but never ahead of the key's own tier. An unknown name asks nothing."""
+    """The lane of a request: what was asked for, but never ahead of the key's own tier. Unknown names ask nothing."""
     asked = _SERVICE_TIERS.get(service_tier or "auto")
     return key_tier if asked is None or rank(asked) < rank(key_tier) else asked
