@@ -10,6 +10,7 @@ from typing import NamedTuple
 _CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _ULID_CHARS = 26
 _REPLY = re.compile(r"^resp_([a-z][a-z0-9]{0,15}?)([0-9a-f]{2})([0-9A-HJKMNP-TV-Z]{26})$")
+_CONVERSATION = re.compile(r"conv_[0-9A-HJKMNP-TV-Z]{26}")
 _CHAT_PREFIX = "chatcmpl-"
 ENTROPY_BYTES = 10
 
@@ -59,6 +60,11 @@ def reply_made_s(reply: str) -> float:
 
 def conversation_id(now_ms: int, entropy: bytes) -> str:
     return "conv_" + ulid(now_ms, entropy)
+
+
+def is_conversation_id(said: str) -> bool:
+    """Whether `said` (client data) can be one."""
+    return _CONVERSATION.fullmatch(said) is not None
 
 
 def item_id(now_ms: int, entropy: bytes) -> str:

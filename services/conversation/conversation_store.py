@@ -249,7 +249,8 @@ SELECT reply_id, position, id, role, content FROM items WHERE reply_id = ANY($1)
 _DELETE = """
 WITH gone AS (DELETE FROM replies WHERE conversation_id = $1 AND org = $2 AND usr = $3 RETURNING id, status),
      noted AS (INSERT INTO purges (reply_id, cause, due_at)
-               SELECT id, 'deleted', to_timestamp(CASE WHEN status = 'ended' THEN $4::float8 ELSE $5::float8 END) FROM gone
+               SELECT id, 'deleted', to_timestamp(CASE WHEN status = 'ended' THEN $4::float8 ELSE $5::float8 END)
+                 FROM gone
                ON CONFLICT (reply_id) DO UPDATE SET cause = 'deleted', due_at = least(purges.due_at, excluded.due_at))
 SELECT id FROM gone
 """

@@ -2,17 +2,17 @@
 
 import asyncio
 import resource
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import msgspec
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 from aiohttp.typedefs import Middleware
 
-from services.gateway.doors import REQUEST_NAME, Doors
+from services.gateway.doors import REQUEST_NAME
 from services.gateway.http import (
     REQUEST_ID,
     Problem,
@@ -45,6 +45,10 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _json = msgspec.json.Encoder().encode
 
 
+class _Doors(Protocol):
+    def add_to(self, app: web.Application) -> None: ...
+
+
 class Draining:
     """Whether this gateway still takes new requests."""
 
@@ -52,10 +56,13 @@ class Draining:
         self.on = False
 
 
-def make_app(doors: Doors, health: HealthDoors, web_dir: Path, draining: Draining, log: Log) -> web.Application:
+def make_app(
+    doors: Iterable[_Doors], health: HealthDoors, web_dir: Path, draining: Draining, log: Log
+) -> web.Application:
     app = web.Application(client_max_size=BODY_BYTES_MAX, middlewares=[_envelope(draining, log)])
     health.add_to(app)
-    doors.add_to(app)
+    for each in doors:
+        each.add_to(app)
     app.on_response_prepare.append(_harden)
     if (web_dir / "index.html").is_file():
         _add_page(app, web_dir)

@@ -11,18 +11,27 @@ from shared.bus import Bus, BusMessage
 from shared.errors import BusError, BusTimeoutError, NoRespondersError, RefusedError
 from shared.limits import CONVERSATION_TRY_S, KEY_LOOKUP_S, PAYLOAD_BYTES_MAX, REQUEST_TIMEOUT_S
 from shared.messages import (
+    ConversationItems,
+    ConversationPage,
+    ConversationRef,
+    ConversationView,
+    CreateConversation,
     Done,
     InputItem,
     InputItems,
     KeyFound,
     KeyLookup,
+    ListConversations,
+    ListItems,
     Message,
     Principal,
     Refused,
+    RegenerateReply,
     ReplyRef,
     ReplyView,
     SendMessage,
     Sent,
+    UpdateConversation,
     encode,
 )
 from shared.outcomes import Refusal, RefusalKind
@@ -31,7 +40,9 @@ from shared.subjects import Names
 _RETRY_S = 0.1
 _ENVELOPE_BYTES = 4096  # the bus's own headers beside a payload
 
-_Answer = Sent | ReplyView | Done | InputItems | KeyFound | Refused
+_Answer = (
+    Sent | ReplyView | Done | InputItems | KeyFound | ConversationView | ConversationPage | ConversationItems | Refused
+)
 _answer: msgspec.msgpack.Decoder[_Answer] = msgspec.msgpack.Decoder(_Answer)
 A = TypeVar("A", bound=Message)
 
@@ -56,6 +67,27 @@ class Conversation:
 
     async def input_items(self, ref: ReplyRef) -> tuple[InputItem, ...]:
         return (await self._ask("input_items", ref, InputItems)).items
+
+    async def create_conversation(self, order: CreateConversation) -> ConversationView:
+        return await self._ask("conversation_create", order, ConversationView)
+
+    async def list_conversations(self, order: ListConversations) -> ConversationPage:
+        return await self._ask("conversation_list", order, ConversationPage)
+
+    async def get_conversation(self, ref: ConversationRef) -> ConversationView:
+        return await self._ask("conversation_get", ref, ConversationView)
+
+    async def update_conversation(self, order: UpdateConversation) -> ConversationView:
+        return await self._ask("conversation_update", order, ConversationView)
+
+    async def conversation_items(self, order: ListItems) -> ConversationItems:
+        return await self._ask("conversation_items", order, ConversationItems)
+
+    async def delete_conversation(self, ref: ConversationRef) -> None:
+        await self._ask("conversation_delete", ref, Done)
+
+    async def regenerate(self, order: RegenerateReply) -> Sent:
+        return await self._ask("regenerate", order, Sent)
 
     async def key(self, digest: bytes, *, patient: bool) -> Principal:
         question = KeyLookup(digest=digest)

@@ -10,6 +10,7 @@ from multidict import CIMultiDictProxy
 
 from services.gateway.auth import Keys
 from services.gateway.conversation_client import Conversation
+from services.gateway.conversations_api import ascending, page_limit
 from services.gateway.events import ChatEvents, Events, ResponseEvents, terminal_event
 from services.gateway.http import (
     REPLY_ID,
@@ -50,8 +51,6 @@ from shared.token_log import tokens_seen
 
 REQUEST_NAME = web.RequestKey("request_name", str)  # where the application keeps the request's id
 
-_PAGE_MAX = 100
-_PAGE_DEFAULT = 20
 _json = msgspec.json.Encoder().encode
 
 
@@ -78,9 +77,14 @@ class Demand:
         return _flag(self.http, "stream")
 
     @property
-    def wants_token_ids(self) -> bool:
+    def include(self) -> tuple[str, ...]:
+        """Both ways in which clients write a list."""
         query = self.http.query
-        return TOKEN_IDS in (*query.getall("include", ()), *query.getall("include[]", ()))
+        return (*query.getall("include", ()), *query.getall("include[]", ()))
+
+    @property
+    def wants_token_ids(self) -> bool:
+        return TOKEN_IDS in self.include
 
     def ref(self, region: str) -> ReplyRef:
         """The reply named in the path; raises RefusedError NOT_FOUND for what cannot be one of ours."""
@@ -119,16 +123,18 @@ class Doors:
 
     def add_to(self, app: web.Application) -> None:
         router = app.router
-        router.add_post("/v1/responses", self._door(self.create_response))
-        router.add_get("/v1/responses/{reply_id}", self._door(self.get_response))
-        router.add_delete("/v1/responses/{reply_id}", self._door(self.delete_response))
-        router.add_post("/v1/responses/{reply_id}/cancel", self._door(self.cancel_response))
-        router.add_get("/v1/responses/{reply_id}/input_items", self._door(self.list_input_items))
-        router.add_post("/v1/chat/completions", self._door(self.create_chat))
-        router.add_get("/v1/models", self._door(self.list_models))
-        router.add_get("/v1/models/{model}", self._door(self.get_model))
+        router.add_post("/v1/responses", self.door(self.create_response))
+        router.add_get("/v1/responses/{reply_id}", self.door(self.get_response))
+        router.add_delete("/v1/responses/{reply_id}", self.door(self.delete_response))
+        router.add_post("/v1/responses/{reply_id}/cancel", self.door(self.cancel_response))
+        router.add_get("/v1/responses/{reply_id}/input_items", self.door(self.list_input_items))
+        router.add_post("/v1/chat/completions", self.door(self.create_chat))
+        router.add_get("/v1/models", self.door(self.list_models))
+        router.add_get("/v1/models/{model}", self.door(self.get_model))
 
-    def _door(self, handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+    def door(self, handler: Handler) -> Callable[[web.Request], Awaitable[web.StreamResponse]]:
+        """A handler behind the keys."""
+
         @functools.wraps(handler)
         async def authenticated(request: web.Request) -> web.StreamResponse:
             asked_s = clock.now_s()
@@ -142,21 +148,28 @@ class Doors:
     async def create_response(self, demand: Demand) -> web.StreamResponse:
         asked = parse_response(await demand.body(), self._catalog)
         reply_id = await self._send(demand, asked)
-        if asked.stream:
-            events = ResponseEvents(token_ids=asked.token_ids)
-            return await self._live(demand, reply_id, events, "responses", demand.asked_s)
-        if asked.echo.background:
+        return await self.new_response(
+            demand, reply_id, stream=asked.stream, background=asked.echo.background, token_ids=asked.token_ids
+        )
+
+    async def new_response(
+        self, demand: Demand, reply_id: str, *, stream: bool, background: bool, token_ids: bool
+    ) -> web.StreamResponse:
+        """What a client hears of the reply that it asked for."""
+        if stream:
+            return await self._live(demand, reply_id, ResponseEvents(token_ids=token_ids), "responses", demand.asked_s)
+        if background:
             view = await self._conversation.get(demand.ref_of(reply_id))
         else:
-            view = await self._whole(demand, reply_id, keep_ids=asked.token_ids)
-        return _answer(response_object(view, token_ids=asked.token_ids), reply_id)
+            view = await self._whole(demand, reply_id, keep_ids=token_ids)
+        return answer(response_object(view, token_ids=token_ids), reply_id)
 
     async def get_response(self, demand: Demand) -> web.StreamResponse:
         ref = demand.ref(self._settings.region)
         after = resume_point(demand.headers, demand.http.query)
         view = await self._conversation.get(ref)
         if not demand.wants_stream:
-            return _answer(response_object(view, token_ids=demand.wants_token_ids), ref.reply_id)
+            return answer(response_object(view, token_ids=demand.wants_token_ids), ref.reply_id)
         if after >= 0:
             self._measures.resumed.inc()
         if view.reason is not None:
@@ -170,23 +183,20 @@ class Doors:
     async def cancel_response(self, demand: Demand) -> web.StreamResponse:
         ref = demand.ref(self._settings.region)
         await self._conversation.cancel(ref)
-        return _answer(response_object(await self._conversation.get(ref)), ref.reply_id)
+        return answer(response_object(await self._conversation.get(ref)), ref.reply_id)
 
     async def delete_response(self, demand: Demand) -> web.StreamResponse:
         ref = demand.ref(self._settings.region)
         await self._conversation.delete(ref)
-        return _answer(deleted_object(ref.reply_id), ref.reply_id)
+        return answer(deleted_object(ref.reply_id), ref.reply_id)
 
     async def list_input_items(self, demand: Demand) -> web.StreamResponse:
         query = demand.http.query
-        limit = _integer(query.get("limit", str(_PAGE_DEFAULT)), "limit", 1, _PAGE_MAX)
-        order = query.get("order", "desc")
-        if order not in ("asc", "desc"):
-            raise bad_request("order must be 'asc' or 'desc'.", "order")
+        limit, upwards = page_limit(query), ascending(query)
         ref = demand.ref(self._settings.region)
         items = await self._conversation.input_items(ref)
-        page = input_items_page(items, after=query.get("after"), limit=limit, ascending=order == "asc")
-        return _answer(page, ref.reply_id)
+        page = input_items_page(items, after=query.get("after"), limit=limit, ascending=upwards)
+        return answer(page, ref.reply_id)
 
     # --- chat completions ------------------------------------------------------------------------------------
 
@@ -200,20 +210,20 @@ class Doors:
         failure = failure_of(view)
         if failure is not None:
             status = 504 if view.reason is EndReason.EXPIRED else 500
-            return _answer(failure, reply_id, status)
-        return _answer(chat_completion(view, token_ids=asked.token_ids), reply_id)
+            return answer(failure, reply_id, status)
+        return answer(chat_completion(view, token_ids=asked.token_ids), reply_id)
 
     # --- models ----------------------------------------------------------------------------------------------
 
     async def list_models(self, _: Demand) -> web.StreamResponse:
-        return _answer(model_list(self._catalog.models))
+        return answer(model_list(self._catalog.models))
 
     async def get_model(self, demand: Demand) -> web.StreamResponse:
         name = demand.http.match_info["model"]
         check_model(name, self._catalog)
         card = self._catalog.get(name)
         assert card is not None
-        return _answer(model_object(card))
+        return answer(model_object(card))
 
     # --- pieces ----------------------------------------------------------------------------------------------
 
@@ -257,7 +267,7 @@ class Doors:
         return web.Response(body=encode_events(events, first=True), headers=headers)
 
 
-def _answer(body: Json, reply_id: str | None = None, status: int = 200) -> web.Response:
+def answer(body: Json, reply_id: str | None = None, status: int = 200) -> web.Response:
     headers = {"Content-Type": "application/json"}
     if reply_id is not None:
         headers[REPLY_ID] = reply_id
@@ -269,9 +279,3 @@ def _flag(request: web.Request, name: str) -> bool:
     if said not in ("true", "false", "1", "0"):
         raise bad_request(f"{name} must be true or false.", name)
     return said in ("true", "1")
-
-
-def _integer(said: str, name: str, least: int, most: int) -> int:
-    if not (said.isascii() and said.isdigit() and len(said) <= 9 and least <= int(said) <= most):
-        raise bad_request(f"{name} must be an integer from {least} to {most}.", name)
-    return int(said)

@@ -151,6 +151,15 @@ def not_found(message: str = "No such reply.", param: str | None = None) -> Refu
     return RefusedError(Refusal(kind=RefusalKind.NOT_FOUND, message=message, param=param))
 
 
+def no_conversation(conversation_id: str, param: str | None = None) -> RefusedError:
+    """As conversation says it of one that is unknown or foreign: this cannot even be one."""
+    return not_found(f"No conversation {conversation_id[:80]} was found.", param)
+
+
+def no_branch(reply_id: str, param: str) -> RefusedError:
+    return not_found(f"No reply {reply_id[:80]} was found in this conversation.", param)
+
+
 def unavailable(message: str, retry_after_s: float = 1.0) -> RefusedError:
     return RefusedError(Refusal(kind=RefusalKind.UNAVAILABLE, message=message, retry_after_s=retry_after_s))
 

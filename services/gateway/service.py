@@ -9,6 +9,7 @@ import msgspec
 from services.gateway.app import Draining, listen, make_app
 from services.gateway.auth import Keys
 from services.gateway.conversation_client import Conversation
+from services.gateway.conversation_doors import ConversationDoors
 from services.gateway.doors import Doors
 from services.gateway.measures import Measures
 from services.gateway.settings import GatewaySettings
@@ -44,11 +45,14 @@ class GatewayService:
             measures=Measures(metrics),
             log=log,
         )
+        self._conversation_doors = ConversationDoors(self._doors, catalog, conversation)
 
     async def listen(self, stack: AsyncExitStack) -> int:
         """Open the HTTP doors until the stack closes; returns the port. Subscribes first: no frame is missed."""
         await self.start()
-        app = make_app(self._doors, self.health, self._settings.web_dir, self._draining, self._log)
+        app = make_app(
+            (self._doors, self._conversation_doors), self.health, self._settings.web_dir, self._draining, self._log
+        )
         return await listen(stack, app, self._settings.http_host, self._settings.http_port)
 
     async def start(self) -> None:

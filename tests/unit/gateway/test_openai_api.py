@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.gateway import openai_api
-from services.gateway.openai_api import depth_of, parse_chat, parse_response
+from services.gateway import bodies
+from services.gateway.bodies import depth_of
+from services.gateway.openai_api import parse_chat, parse_response
 from shared.catalog import local_catalog
 from shared.errors import RefusedError
 from shared.limits import INPUT_CHARS_MAX, INPUT_ITEMS_MAX, JSON_DEPTH_MAX, LOGIT_BIAS_MAX
@@ -106,7 +107,10 @@ def test_the_echo_holds_what_the_response_object_repeats():
     assert (echo.instructions, echo.previous_response_id, echo.max_output_tokens) == ("be kind", parent, 9)
     assert (echo.metadata, echo.service_tier, echo.background) == ({"a": "1", "b": "2"}, "flex", True)
     assert echo.requested_model == "stub-mini"
-    assert respond(conversation={"id": "conv_1"}).echo.conversation_id == "conv_1"
+    assert (
+        respond(conversation={"id": "conv_01K0000000000000000000000A"}).echo.conversation_id
+        == "conv_01K0000000000000000000000A"
+    )
     assert respond(store=False).echo.store is False
 
 
@@ -320,5 +324,5 @@ def test_the_depth_that_is_measured_is_the_depth_there_is(value):
 def test_an_unclosed_string_full_of_escapes_is_passed_over_once():
     """A body built to make the scan quadratic is one string to it, not one attempt per quote."""
     nasty = b"[" * 3 + b'"' + b'\\"' * 100_000
-    assert len(openai_api._STRING_OR_BRACKET.findall(nasty)) == 4
+    assert len(bodies._STRING_OR_BRACKET.findall(nasty)) == 4
     assert depth_of(nasty) == 3
