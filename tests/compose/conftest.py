@@ -14,7 +14,7 @@ import pytest
 from tests.compose.stack import Stack, copy_tree
 from tests.integration.system import free_port_pair
 
-collect_ignore = [] if "CHORUS_COMPOSE" in os.environ else ["test_stack.py", "test_whole_path.py"]
+collect_ignore = [] if "CHORUS_COMPOSE" in os.environ else ["test_real_model.py", "test_stack.py", "test_whole_path.py"]
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +31,21 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
         yield made
     finally:
         made.compose("down", "--volumes", "--remove-orphans")
+
+
+@pytest.fixture(scope="session")
+def real_stack(stack: Stack) -> Iterator[Stack]:
+    """The default profile in place of the stub: the real model, fetched or mounted."""
+    stack.compose("down", "-t", "30")
+    folder = os.environ.get("CHORUS_COMPOSE_MODEL")
+    made = Stack(
+        data=stack.data,
+        port=stack.port,
+        profile="cpu",
+        settings={**stack.settings, **({"CHORUS_MODELS": folder} if folder else {})},
+    )
+    try:
+        made.up()
+        yield made
+    finally:
+        made.compose("down", "-t", "30")

@@ -97,7 +97,12 @@ class Stack(System):
         return dict(line.split() for line in rows.splitlines())
 
     def inspect(self, name: str) -> dict[str, Any]:
-        return json.loads(docker("inspect", self.containers()[name]))[0]
+        return json.loads(docker("inspect", self.container(name)))[0]
+
+    def container(self, name: str) -> str:
+        """The id; a bare service name means its first."""
+        known = self.containers()
+        return known.get(name) or known[f"{name}-1"]
 
     def healthy(self, name: str) -> bool:
         """Running, and healthy where it says how it is."""
@@ -105,10 +110,10 @@ class Stack(System):
         return bool(state["Running"]) and state.get("Health", {}).get("Status", "healthy") == "healthy"
 
     def execute(self, name: str, *command: str) -> str:
-        return docker("exec", self.containers()[name], *command)
+        return docker("exec", self.container(name), *command)
 
     def published(self, name: str, port: int) -> str:
-        return docker("port", self.containers()[name], str(port)).split()[0]
+        return docker("port", self.container(name), str(port)).split()[0]
 
     # --- what the tests of the whole path ask for ----------------------------------------------------------
 

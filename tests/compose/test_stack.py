@@ -3,6 +3,7 @@
 import json
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import httpx2 as httpx
 import pytest
@@ -25,7 +26,7 @@ def wire(stack: Stack) -> Iterator[Wire]:
         yield made
 
 
-def killed_while_writing(wire: Wire, tokens: int, kill: Callable[[], None]) -> Heard:
+def killed_while_writing(wire: Wire, body: dict[str, Any], kill: Callable[[], None]) -> Heard:
     """A reply during which `kill` is called once it is being written."""
     heard = Heard()
 
@@ -35,7 +36,7 @@ def killed_while_writing(wire: Wire, tokens: int, kill: Callable[[], None]) -> H
 
     thread = threading.Thread(target=when_writing)
     thread.start()
-    follow_to_the_end([wire], message(tokens), heard)
+    follow_to_the_end([wire], body, heard)
     thread.join()
     return heard
 
@@ -51,9 +52,9 @@ def test_tokens_come_through_the_proxy_as_they_are_written(wire: Wire) -> None:
         assert wire.get(f"/v1/responses/{reply_id}").json()["status"] == "in_progress"
 
 
-def running_replica(stack: Stack) -> str:
+def running_replica(stack: Stack, service: str = "replica-stub") -> str:
     """The replica of the fast model that is writing."""
-    names = ("replica-stub-1", "replica-stub-2")
+    names = (f"{service}-1", f"{service}-2")
     return eventually(
         lambda: next((name for name in names if stack.metrics(name)["chorus_replica_running"]), None),
         "a replica writes",
@@ -67,10 +68,10 @@ def test_docker_kill_of_the_writing_replica(stack: Stack, wire: Wire) -> None:
 
     def kill() -> None:
         victims.append(running_replica(stack))
-        docker("kill", stack.containers()[victims[0]])
+        docker("kill", stack.container(victims[0]))
 
-    heard = killed_while_writing(wire, 300, kill)
-    docker("start", stack.containers()[victims[0]])
+    heard = killed_while_writing(wire, message(300), kill)
+    docker("start", stack.container(victims[0]))
     assert (heard.text, heard.token_ids) == (reference.text, reference.token_ids)
     assert heard.numbers == sorted(set(heard.numbers))
     eventually(lambda: stack.healthy(victims[0]), "the replica is back", 60)
@@ -82,12 +83,12 @@ def test_docker_kill_of_a_door(stack: Stack, wire: Wire, victim: str) -> None:
     reference = wire.stream(message(300))
 
     def kill() -> None:
-        docker("kill", stack.containers()[victim])
+        docker("kill", stack.container(victim))
         if victim.startswith("relay"):  # there is one; gateways are two
-            docker("start", stack.containers()[victim])
+            docker("start", stack.container(victim))
 
-    heard = killed_while_writing(wire, 300, kill)
-    docker("start", stack.containers()[victim])
+    heard = killed_while_writing(wire, message(300), kill)
+    docker("start", stack.container(victim))
     assert (heard.text, heard.token_ids) == (reference.text, reference.token_ids)
     assert heard.numbers == sorted(set(heard.numbers))
     eventually(lambda: stack.healthy(victim), f"{victim} is back", 60)
