@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from shared.limits import ATTEMPTS_MAX, IDLE_END_S, OPENS_MAX
 from shared.messages import Accepted, Chunk, Dispatch, End, EndedReply, Open, SequencedEntry, unpack_ids
 from shared.outcomes import EndReason
-from tests.model.trace import brief
+from sim.trace import brief
 from tests.model.world import Process, RuleBrokenError, World
 
 if TYPE_CHECKING:
