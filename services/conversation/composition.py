@@ -80,7 +80,16 @@ def compose(
         figures=figures,
         log=log,
     )
-    verbs = Verbs(name=name, names=names, store=store, logs=logs, bus=bus, archive=archive, journal=journal)
+    verbs = Verbs(
+        name=name,
+        names=names,
+        store=store,
+        logs=logs,
+        bus=bus,
+        archive=archive,
+        journal=journal,
+        log_shards=settings.log_shards,
+    )
     conversations = ConversationVerbs(
         store=lines,
         logs=logs,

@@ -12,7 +12,7 @@ from services.conversation.rows import Cause, StoredReply
 from services.conversation.store import Store
 from shared import clock
 from shared.bus import Bus
-from shared.errors import LogGoneError, RefusedError, TokenLogError
+from shared.errors import BusError, LogGoneError, RefusedError, TokenLogError
 from shared.ids import reply_place
 from shared.limits import LOG_AGE_S
 from shared.log_store import LogStore
@@ -51,8 +51,9 @@ class Verbs:
         bus: Bus,
         archive: Archive,
         journal: Journal,
+        log_shards: int,
     ) -> None:
-        self._name, self._names, self._archive = name, names, archive
+        self._name, self._names, self._archive, self._log_shards = name, names, archive, log_shards
         self._store, self._logs, self._bus, self._journal = store, logs, bus, journal
 
     async def get(self, ref: ReplyRef) -> ReplyView:
@@ -133,6 +134,10 @@ class Verbs:
             log = await self._logs.read(ref.reply_id)
         except (LogGoneError, TokenLogError):
             return None
+        except BusError:
+            if place.shard < self._log_shards:
+                raise
+            return None  # no bucket of ours, or one from before there were fewer
         if log.accepted is None:
             return None
         if not _owns(ref.principal, log):
