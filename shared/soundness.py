@@ -7,7 +7,7 @@ from a fault or a stranger: the router drops it and counts it, a replica refuses
 import math
 
 from shared.ids import reply_place
-from shared.limits import OUTPUT_TOKENS_MAX
+from shared.limits import LOG_AGE_S, OUTPUT_TOKENS_MAX
 from shared.messages import Dispatch, GenerateRequest
 
 _ID_BYTES, _HASH_BYTES = 4, 16
@@ -22,7 +22,7 @@ def request_fault(request: GenerateRequest, region: str) -> str | None:
         (request.prompt and not len(request.prompt) % _ID_BYTES, f"a prompt of {len(request.prompt)} bytes"),
         (not len(request.block_hashes) % _HASH_BYTES, f"block hashes of {len(request.block_hashes)} bytes"),
         (0 < accepted.budget <= OUTPUT_TOKENS_MAX, f"a budget of {accepted.budget} tokens"),
-        (math.isfinite(accepted.deadline_s) and accepted.deadline_s >= 0, f"a deadline of {accepted.deadline_s} s"),
+        (0 <= accepted.deadline_s <= LOG_AGE_S, f"a deadline of {accepted.deadline_s} s"),  # NaN is neither
         (request.accepted_seq >= 0, f"an accepted entry at {request.accepted_seq}"),
     )
     return next((fault for holds, fault in checks if not holds), None)

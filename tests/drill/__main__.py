@@ -40,7 +40,7 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="where the system lies (default: a temporary folder)")
     parser.add_argument("--out", type=Path, default=RESULTS)
     args = parser.parse_args()
-    chosen = [DRILLS[name] for name in (args.names or DRILLS)]
+    chosen = [drill for name, drill in DRILLS.items() if name in (args.names or DRILLS)]  # in their order
     reports: list[Report] = []
     with tempfile.TemporaryDirectory(prefix="drill-") as folder:
         data = args.data or Path(folder)

@@ -16,19 +16,24 @@ from tests.integration.system import System
 PAUSE_S_P50, PAUSE_S_P99 = 1.0, 2.5
 
 
+def _shared(system: System, streams: int) -> bool:
+    running = [system.metrics(name)["chorus_replica_running"] for name in ("replica-1", "replica-2")]
+    return min(running) >= 0.3 * streams
+
+
 def replica_kill(system: System, *, streams: int = 128, kills: int = 20, replies_min: int = 1000) -> Report:
     report, random_ = Report("replica_sigkill"), random.Random(4)
     all_ready(system)
     moments: list[tuple[str, float]] = []
-    with Load(system, streams=streams, tokens=(60, 120), seed=7) as load:
-        load.until(lambda: load.writing >= 0.9 * streams, "the replies are being written")
+    with Load(system, streams=streams, tokens=(40, 90), seed=7) as load:
         while len(moments) < kills or len(load.stories) < replies_min:
+            load.until(lambda: load.writing >= 0.9 * streams, "the replies are being written")
+            load.until(lambda: _shared(system, streams), "both replicas have their share of the replies", 60)
             victim = random_.choice(["replica-1", "replica-2"])
-            load.pass_time(random_.random() * 2.0)
+            load.pass_time(random_.random())
             moments.append((victim, time.monotonic()))
             pid = system.kill(victim)
             system.restarted(victim, pid)
-            load.pass_time(0.5)  # its heartbeats are heard
     report.stories(load.stories)
     logs = read_logs(system.data, [story.reply_id for story in load.stories])
     pauses = []

@@ -23,7 +23,7 @@ def test_what_conversation_and_router_write_is_sound():
             for name in ("", "r1", "resp_local", "resp_elsewhere00" + "0" * 26, "a.b *", "zeply 13 é")
         ),
         *({"budget": budget} for budget in (0, -1, 1 << 40)),
-        *({"deadline_s": seconds} for seconds in (float("nan"), float("inf"), -1.0)),
+        *({"deadline_s": seconds} for seconds in (float("nan"), float("inf"), 1e308, -1.0)),
     ],
 )
 def test_what_was_accepted_wrongly_is_found(change):
