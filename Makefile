@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 MODEL := .models/SmolLM2-135M-Instruct.Q4_1.gguf
 ARGS ?=
 
-.PHONY: setup models up test compose-test check bench-plane clean
+.PHONY: setup models up test compose-test check bench-plane bench-peers bench-engine clean
 
 setup: $(INSTALLED)
 
@@ -39,6 +39,13 @@ check: setup
 
 bench-plane: setup
 	$(BIN)/python -m bench.plane $(ARGS)
+
+# What can be had of them goes to .venvs; the rest is named as missing.
+bench-peers: setup models
+	$(BIN)/python -m bench.engine_peers $(ARGS)
+
+bench-engine: setup models
+	$(BIN)/python -m bench.engine $(ARGS)
 
 # What can be made again. The environment, the model and the data folder stay.
 clean:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
 _EVENT = re.compile(rb"(?:id: (\d+)\n)?(?:event: ([a-z_.]+)\n)?data: ([^\n]*)\n")
+_TEXT = re.compile(rb'"(?:content|text)": ?"')
 _USAGE = re.compile(rb'"(?:output_tokens|completion_tokens)": ?(\d+)')
 _REPLY = re.compile(rb'"id": ?"(resp_[A-Za-z0-9]+)"')
 STREAM_TIMEOUT_S = 300.0
@@ -77,7 +78,7 @@ def _events(data: bytes, now: float, seen: Stream) -> bytes:
         if payload == b"[DONE]":
             continue
         seen.events += 1
-        if name == b"response.output_text.delta" or (name is None and b'"content":"' in payload.replace(b": ", b":")):
+        if name == b"response.output_text.delta" or (name is None and _TEXT.search(payload)):
             seen.deltas.append((now, int(number) if number else -1))
         if not seen.reply_id and (reply := _REPLY.search(payload)):
             seen.reply_id = reply.group(1).decode()

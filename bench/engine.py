@@ -1,0 +1,256 @@
+"""The engine beside what people would use instead: same weights, same machine, same client, one server at a time.
+
+python -m bench.engine [--trials 3] [--only NAME,...] [--threads 2] [--out bench/results/engine.json]
+
+Each figure is the median of the trials; trials go round the systems, so that a machine that slows down slows all. Every
+trial has a slice of text that no server has seen. Prompts are token ids, greedy, end-of-text ignored.
+
+figure          from                          to                           unit
+batch N         first request sent            last event of the last one   output tokens of all N / s
+single          first token of one stream     its last token               tokens / s
+prefill         request of 1,024 tokens sent  its first token              prompt tokens / s
+repeat_ttft     the same request sent again   its first token              s
+turn_ttft       turn k of a conversation sent its first token              s, worst of turns 2..6
+itl_beside      gaps of 16 decodes while a prompt of 1,024 arrives         s, 95th percentile
+"""
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import time
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.client import Stream, stream
+from bench.engine_peers import MODEL_FILE, PEERS, Peer
+from bench.hardware import describe
+from shared.tokenizer import load_tokenizer
+
+ROOT = Path(__file__).resolve().parents[1]
+START_S = 300.0
+SHARED, OWN, OUT = 64, 64, 128  # tokens of a request of a batch
+LONG = 1_024
+BATCHES = (1, 8, 32, 64)
+TURNS, TURN_IN, TURN_OUT = 6, 48, 48
+BESIDE = 16
+
+
+@dataclass
+class Texts:
+    """Token ids nobody has seen: each slice is new, a seeded shuffle of our own prose's sentences."""
+
+    sentences: list[list[int]]
+    rng: random.Random
+
+    def take(self, count: int) -> list[int]:
+        ids: list[int] = []
+        while len(ids) < count:
+            ids += self.rng.choice(self.sentences)
+        return ids[:count]
+
+
+def read_texts(model_file: Path, seed: int) -> Texts:
+    tokenizer = load_tokenizer(str(model_file))
+    prose = "\n".join(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))
+    sentences = [tokenizer.encode(part.strip() + ". ") for part in prose.split(". ") if len(part) > 40]
+    return Texts(sentences, random.Random(seed))
+
+
+# --- one system -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Server:
+    url: str
+    model: str
+    texts: Texts
+
+    async def ask(self, ids: Sequence[int], tokens: int) -> Stream:
+        body = {
+            "model": self.model,
+            "prompt": list(ids),
+            "max_tokens": tokens,
+            "temperature": 0.0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+            "cache_prompt": True,
+        }
+        seen = await stream(self.url, "/v1/completions", "none", body)
+        if seen.error or seen.tokens != tokens:
+            raise RuntimeError(f"{seen.tokens} tokens instead of {tokens}: {seen.error}")
+        return seen
+
+    async def batch(self, count: int) -> float:
+        head = self.texts.take(SHARED)
+        prompts = [head + self.texts.take(OWN) for _ in range(count)]
+        began = time.time()
+        seen = await asyncio.gather(*(self.ask(prompt, OUT) for prompt in prompts))
+        return count * OUT / (max(one.ended_s for one in seen) - began)
+
+    async def single(self) -> float:
+        seen = await self.ask(self.texts.take(SHARED + OWN), OUT)
+        return (OUT - 1) / (seen.deltas[-1][0] - seen.deltas[0][0])
+
+    async def prefill(self) -> tuple[float, float]:
+        """(tokens/s of a long prompt, seconds to the first token when it comes again)."""
+        prompt = self.texts.take(LONG)
+        first = await self.ask(prompt, 1)
+        again = await self.ask(prompt, 1)
+        return LONG / first.ttft_s, again.ttft_s
+
+    async def conversation(self) -> float:
+        history: list[int] = []
+        worst = 0.0
+        for turn in range(TURNS):
+            history += self.texts.take(TURN_IN)
+            seen = await self.ask(history, TURN_OUT)
+            history += self.texts.take(TURN_OUT)  # ids are not in the stream; a reply of its length stands for it
+            worst = max(worst, seen.ttft_s) if turn else 0.0
+        return worst
+
+    async def beside(self) -> float:
+        decodes = [asyncio.create_task(self.ask(self.texts.take(32), OUT)) for _ in range(BESIDE)]
+        await asyncio.sleep(1.0)
+        await self.ask(self.texts.take(LONG), 1)
+        streams = await asyncio.gather(*decodes)
+        gaps = [b[0] - a[0] for seen in streams for a, b in zip(seen.deltas, seen.deltas[1:], strict=False)]
+        return statistics.quantiles(gaps, n=20)[-1]
+
+
+async def trial(server: Server, batches: Sequence[int]) -> dict[str, float]:
+    found = {"single": await server.single()}
+    found["prefill"], found["repeat_ttft"] = await server.prefill()
+    for count in batches:
+        found[f"batch{count}"] = await server.batch(count)
+    found["turn_ttft"] = await server.conversation()
+    found["itl_beside"] = await server.beside()
+    return found
+
+
+@contextmanager
+def running(peer: Peer, threads: int, log: Path):
+    """The peer's server on a free port, ready; gone afterwards."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        port = sock.getsockname()[1]
+    with log.open("ab") as out:
+        command = peer.command(port, threads)
+        process = subprocess.Popen(command, cwd=ROOT, stdout=out, stderr=out, env={**os.environ, **peer.environment})
+        try:
+            _until_ready(process, port)
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            process.terminate()
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+
+def _until_ready(process: subprocess.Popen[bytes], port: int) -> None:
+    deadline = time.time() + START_S
+    while time.time() < deadline:
+        if process.poll() is not None:
+            raise RuntimeError(f"the server ended with status {process.returncode}")
+        try:
+            with socket.create_connection(("127.0.0.1", port), 1) as sock:
+                sock.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+                if b" 200 " in sock.recv(64):
+                    return
+        except OSError:
+            pass
+        time.sleep(0.1)
+    raise RuntimeError(f"the server was not ready after {START_S:.0f} s")
+
+
+# --- all of them ------------------------------------------------------------------------------------------
+
+BETTER: dict[str, Callable[[float, float], float]] = {
+    "repeat_ttft": lambda ours, best: best / ours,
+    "turn_ttft": lambda ours, best: best / ours,
+    "itl_beside": lambda ours, best: best / ours,
+}
+
+
+def ratios(figures: dict[str, dict[str, float]]) -> dict[str, float]:
+    """Ours to the best peer of each figure; above 1 is better, also where less is."""
+    ours = figures.get("chorus", {})
+    found = {}
+    for name, value in ours.items():
+        others = [peer[name] for who, peer in figures.items() if not who.startswith("chorus") and name in peer]
+        if others:
+            less_is_better = name in BETTER
+            best = min(others) if less_is_better else max(others)
+            found[name] = round(best / value if less_is_better else value / best, 2)
+    return found
+
+
+async def measure(args: argparse.Namespace) -> dict[str, object]:
+    wanted = args.only.split(",") if args.only else list(PEERS)
+    there = {name: peer for name, peer in PEERS.items() if name in wanted and peer.missing() is None}
+    absent = {name: PEERS[name].missing() for name in wanted if name not in there}
+    texts = read_texts(MODEL_FILE, args.seed)
+    trials: dict[str, list[dict[str, float]]] = {name: [] for name in there}
+    for number in range(args.trials):
+        for name, peer in there.items():
+            with running(peer, args.threads, args.out.with_suffix(f".{name}.log.tmp")) as url:
+                server = Server(url, peer.model, texts)
+                await server.ask(texts.take(40), 8)  # warm
+                found = await trial(server, [n for n in BATCHES if n <= args.batch_max])
+                trials[name].append(found)
+            print(f"trial {number + 1} {name}: " + ", ".join(f"{k} {v:.4g}" for k, v in found.items()), flush=True)
+    figures = {
+        name: {key: statistics.median(one[key] for one in runs) for key in runs[0]}
+        for name, runs in trials.items()
+        if runs
+    }
+    return {
+        "ratios": ratios(figures),
+        "figures": figures,
+        "trials": trials,
+        "missing": absent,
+        "settings": {
+            name: {"command": peer.command(0, args.threads), "version": peer.version} for name, peer in there.items()
+        },
+        "threads": args.threads,
+        "load_average": os.getloadavg(),
+        "hardware": describe(("numpy", "torch")),
+    }
+
+
+def table(result: dict[str, object]) -> str:
+    figures = result["figures"]
+    names = list(next(iter(figures.values())))
+    rows = [["", *names], *([who, *(f"{found[name]:.4g}" for name in names)] for who, found in figures.items())]
+    rows.append(["ours / best", *(f"{result['ratios'].get(name, float('nan')):.2f}" for name in names)])
+    widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
+    lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+    lines += [f"missing: {who}: {why}" for who, why in result["missing"].items()]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--trials", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--batch-max", type=int, default=max(BATCHES))
+    parser.add_argument("--only", default="")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench/results/engine.json")
+    args = parser.parse_args()
+    result = asyncio.run(measure(args))
+    args.out.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    print(table(result))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""Tiny random models as GGUF files in each quantisation, and the native kernels over them."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from services.replica.model.config import ModelConfig, read_config
+from services.replica.model.native.kernels import KernelModel, Rows, Variant, runnable
+from services.replica.model.native_runner import build_model
+from shared.gguf import GgufFile
+from tests.unit.shared.gguf_files import FLOAT32, Q4_0, Q4_1, Q8_0, Tensor, Typed, gguf
+
+VOCAB = 300
+CONTEXT = 512
+KINDS = {"Q4_1": Q4_1, "Q4_0": Q4_0, "Q8_0": Q8_0}
+VARIANTS = runnable()
+NOT_BUILT = "no native kernels are built: python -m services.replica.model.native"
+needs_kernels = pytest.mark.skipif(not VARIANTS, reason=NOT_BUILT)
+each_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: variant.name)
+
+
+def quantised(values: NDArray[np.float32], kind: int) -> bytes:
+    """Rows in blocks of 32; how well does not matter, every reader must read the same numbers from them."""
+    blocks = values.reshape(-1, 32)
+    parts: list[NDArray] = []
+    if kind == Q8_0:
+        scale = (np.abs(blocks).max(1, keepdims=True) / 127).astype(np.float16)
+        parts = [scale.view(np.uint8), np.round(blocks / scale).clip(-127, 127).astype(np.int8).view(np.uint8)]
+    else:
+        least = blocks.min(1, keepdims=True) if kind == Q4_1 else -8 * (np.abs(blocks).max(1, keepdims=True) / 8)
+        width = blocks.max(1, keepdims=True) - least if kind == Q4_1 else -2 * least
+        scale = (width / (15 if kind == Q4_1 else 16)).astype(np.float16)
+        codes = np.round((blocks - least) / scale).clip(0, 15).astype(np.uint8)
+        parts = [scale.view(np.uint8)]
+        if kind == Q4_1:
+            parts.append(least.astype(np.float16).view(np.uint8))
+        parts.append(codes[:, :16] | codes[:, 16:] << 4)
+    return np.concatenate(parts, axis=1).tobytes()
+
+
+def tiny_file(path: Path, kind: int, *, heads: int = 6, kv_heads: int = 2, tied: bool = True, seed: int = 0) -> Path:
+    """A model of two layers, heads of 32, every matrix of one kind."""
+    rng = np.random.default_rng(seed)
+    hidden, ffn, dim, layers = 64, 96, 32, 2
+
+    def matrix(rows: int, columns: int, gain: float = 1.5) -> Tensor:
+        values = rng.standard_normal((rows, columns), np.float32) * gain * columns**-0.5
+        return Tensor((columns, rows), kind, quantised(values, kind))
+
+    def norm() -> Tensor:
+        return Tensor((hidden,), FLOAT32, (1 + 0.1 * rng.standard_normal(hidden, np.float32)).tobytes())
+
+    tensors = {"token_embd.weight": matrix(VOCAB, hidden, 8.0), "output_norm.weight": norm()}
+    if not tied:
+        tensors["output.weight"] = matrix(VOCAB, hidden)
+    for layer in range(layers):
+        shapes = {
+            "attn_q": (heads * dim, hidden),
+            "attn_k": (kv_heads * dim, hidden),
+            "attn_v": (kv_heads * dim, hidden),
+            "attn_output": (hidden, heads * dim),
+            "ffn_gate": (ffn, hidden),
+            "ffn_up": (ffn, hidden),
+            "ffn_down": (hidden, ffn),
+        }
+        tensors |= {f"blk.{layer}.{name}.weight": matrix(*shape) for name, shape in shapes.items()}
+        tensors |= {f"blk.{layer}.{name}.weight": norm() for name in ("attn_norm", "ffn_norm")}
+    numbers = {
+        "embedding_length": hidden,
+        "block_count": layers,
+        "feed_forward_length": ffn,
+        "context_length": CONTEXT,
+        "attention.head_count": heads,
+        "attention.head_count_kv": kv_heads,
+        "attention.key_length": dim,
+        "rope.dimension_count": dim,
+    }
+    metadata: Mapping[str, object] = {
+        "general.architecture": "llama",
+        **{f"llama.{key}": Typed("u32", number) for key, number in numbers.items()},
+        "llama.attention.layer_norm_rms_epsilon": Typed("f32", 1e-5),
+    }
+    path.write_bytes(gguf(metadata, tensors))
+    return path
+
+
+@cache
+def config_of(path: Path) -> ModelConfig:
+    with GgufFile(path) as file:
+        return read_config(file)
+
+
+@contextmanager
+def kernel_model(
+    path: Path, variant: Variant, *, precise: bool = False, threads: int = 1, blocks: int = 64
+) -> Iterator[KernelModel]:
+    with GgufFile(path) as file:
+        model = build_model(
+            file,
+            read_config(file),
+            variant,
+            context=CONTEXT,
+            blocks=blocks,
+            threads=threads,
+            precise=precise,
+            progress=lambda _: None,
+        )
+    try:
+        yield model
+    finally:
+        model.close()
+
+
+def ids(seed: int, length: int) -> tuple[int, ...]:
+    return tuple(int(token) for token in np.random.default_rng(seed).integers(0, VOCAB, length))
+
+
+def logits(model: KernelModel, *rows: Rows) -> NDArray[np.float32]:
+    """[wanted, vocab]; the best tokens are checked on the way."""
+    best, out = model.forward(rows, logits=True)
+    assert out is not None
+    assert best.tolist() == out.argmax(axis=-1).tolist()
+    return out
