@@ -1,60 +1,134 @@
 // Drives one reply to its end across lost connections: send once, then resume after the last event seen.
-import { fold, isOver } from "./reply.js";
+import { fold, isOver, stopped, whole } from "./reply.js";
 
 const WAITS_MS = [250, 500, 1000, 2000, 4000]; // between tries; the last one repeats
 const TRIES_MAX = 60;
+const STOP_MS = 5000; // how long a stop may take before the page stops waiting for the reply's own end
 
 /**
- * Follows `turn` until its reply is over, calling `changed()` after each event and `lost(sentence)` while reconnecting.
- * Throws ApiError when it cannot go on; throws AbortError when `signal` fires.
+ * One reply being followed. `node.reply` is replaced at each event, and `changed()` called; `lost(true | false)` says
+ * whether the connection is gone just now. `start(signal)` sends it and gives its events; null when it has been sent.
  */
-export async function follow({ api, turn, signal, changed, lost }) {
-  let tries = 0;
-  while (!isOver(turn.reply)) {
-    const before = turn.reply.after;
-    try {
-      for await (const event of open(api, turn, signal)) {
-        turn.reply = fold(turn.reply, event);
-        changed();
-        if (isOver(turn.reply)) return;
-      }
-      if (turn.reply.after === before && turn.reply.id) return await settle(api, turn, changed);
-    } catch (error) {
-      if (error.name === "AbortError" || !error.passing) throw error;
-    }
-    tries = turn.reply.after === before ? tries + 1 : 0;
-    if (tries >= TRIES_MAX) throw new Error("The connection could not be restored. Reload to try again.");
-    lost("Connection lost. Reconnecting…");
-    await pause(WAITS_MS[Math.min(tries, WAITS_MS.length - 1)], signal);
+export class Follower {
+  #abort = new AbortController(); // of the whole
+  #attempt = null; // of the connection that stands
+  #stop = null; // the timer of a stop that was asked for
+
+  constructor({ api, node, start, changed, lost }) {
+    Object.assign(this, { api, node, start, changed, lost });
+    this.stopping = false;
   }
-}
 
-function open(api, turn, signal) {
-  const { id, after } = turn.reply;
-  if (id) return api.resume({ replyId: id, after, signal });
-  return api.send({ model: turn.model, text: turn.text, previous: turn.previous, idempotencyKey: turn.sendKey, signal });
-}
+  /** Resolves when the reply is over, or was let go; throws ApiError when it cannot go on. */
+  async run() {
+    const cut = () => this.#attempt?.abort();
+    addEventListener("offline", cut);
+    try {
+      await this.#follow();
+    } catch (error) {
+      if (!this.#abort.signal.aborted) throw error;
+    } finally {
+      removeEventListener("offline", cut);
+      clearTimeout(this.#stop);
+      this.lost(false);
+    }
+  }
 
-/** The stream had nothing more: the reply ended while we were away. */
-async function settle(api, turn, changed) {
-  const response = await api.retrieve(turn.reply.id);
-  const type = response.status === "completed" ? "response.completed" : response.status === "failed" ? "response.failed" : "response.incomplete";
-  const text = (response.output ?? []).flatMap((item) => item.content ?? []).map((part) => part.text ?? "").join("");
-  turn.reply = fold({ ...turn.reply, text }, { type, response });
-  changed();
+  /** The person has had enough. Works before the reply has an id, and while the network is away: it is cancelled once it can be. */
+  stop() {
+    if (this.stopping) return;
+    this.stopping = true;
+    this.#stop = setTimeout(() => this.#stopAnyway(), STOP_MS);
+    if (this.node.reply.id) this.#cancel();
+  }
+
+  /** Nobody wants to see more of it here: another reply took its place, or the page is another's now. */
+  letGo() {
+    this.#abort.abort();
+    this.#attempt?.abort();
+  }
+
+  async #follow() {
+    let tries = 0;
+    while (!isOver(this.node.reply)) {
+      const before = this.node.reply.after;
+      if (await this.#connect()) return;
+      tries = this.node.reply.after === before ? tries + 1 : 0;
+      if (tries >= TRIES_MAX) throw new Error("The connection could not be restored. Reload the page to try again.");
+      this.lost(true);
+      await pause(WAITS_MS[Math.min(tries, WAITS_MS.length - 1)], this.#abort.signal);
+    }
+  }
+
+  /** One connection, from opening to its end. True when there is nothing more to come. */
+  async #connect() {
+    const attempt = (this.#attempt = new AbortController());
+    const before = this.node.reply.after;
+    try {
+      for await (const event of this.#open(attempt.signal)) {
+        this.lost(false);
+        this.#take(event);
+        if (isOver(this.node.reply)) return true;
+      }
+      if (this.node.reply.id && this.node.reply.after === before) return await this.#settle();
+    } catch (error) {
+      if (this.#abort.signal.aborted || (error.name !== "AbortError" && !error.passing)) throw error;
+    }
+    return false;
+  }
+
+  #open(signal) {
+    const { id, after } = this.node.reply;
+    return id ? this.api.resume({ replyId: id, after, signal }) : this.start(signal, this);
+  }
+
+  #take(event) {
+    const { reply } = this.node;
+    this.node.reply = isOver(reply) ? { ...reply, id: reply.id ?? event.replyId ?? null } : fold(reply, event);
+    if (this.stopping && !reply.id && this.node.reply.id) this.#cancel();
+    this.changed(this.node);
+  }
+
+  /** The stream had nothing more: the reply ended while we were away. */
+  async #settle() {
+    const response = await this.api.retrieve(this.node.reply.id);
+    if (response.status === "queued" || response.status === "in_progress") return false;
+    this.node.reply = whole(this.node.reply, response);
+    this.changed(this.node);
+    return true;
+  }
+
+  async #cancel() {
+    for (let tries = 0; tries < TRIES_MAX; tries += 1) {
+      try {
+        return await this.api.stop(this.node.reply.id); // its stream then ends by itself, with what was written
+      } catch (error) {
+        if (!error.passing) return; // it has ended, or is gone: its stream says so
+        await pause(WAITS_MS[2]);
+      }
+    }
+  }
+
+  #stopAnyway() {
+    if (isOver(this.node.reply)) return;
+    this.node.reply = stopped(this.node.reply);
+    this.changed(this.node);
+    if (this.node.reply.id) this.letGo();
+  }
 }
 
 function pause(ms, signal) {
   return new Promise((resolve, reject) => {
     const timer = setTimeout(done, ms);
     addEventListener("online", done, { once: true });
-    signal?.addEventListener("abort", stop, { once: true });
+    signal?.addEventListener("abort", fail, { once: true });
     function done() {
       clearTimeout(timer);
       removeEventListener("online", done);
+      signal?.removeEventListener("abort", fail);
       resolve();
     }
-    function stop() {
+    function fail() {
       done();
       reject(new DOMException("stopped", "AbortError"));
     }

@@ -242,7 +242,8 @@ function fenceOf(line) {
 /** The cells of a table row; `\|` is a bar inside one. */
 function cells(line) {
   const row = line.trim().replace(/^\|/, "").replace(/(^|[^\\])\|$/, "$1");
-  return row.split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
+  const barred = `|${row}`.match(/\|(?:\\.|[^|\\]|\\$)*/g);
+  return barred.map((cell) => cell.slice(1).trim().replaceAll("\\|", "|"));
 }
 
 function alignment(cell) {

@@ -1,5 +1,7 @@
 // Server-sent events from a fetch body. EventSource cannot send an Authorization header, so we read the stream ourselves.
 
+const SILENCE_MS = 25_000; // the server says something every 10 s; past this the connection is dead, whatever the system thinks
+
 /** Incremental parser: feed text, get whole events {id, event, data}. Comments and retry lines are skipped. */
 export class SseParser {
   #rest = "";
@@ -32,17 +34,23 @@ export class SseParser {
   }
 }
 
-/** The events of a streaming response, until it closes. */
+/** The events of a streaming response, until it closes. Throws when nothing at all comes for SILENCE_MS. */
 export async function* readEvents(body) {
   const parser = new SseParser();
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();
   try {
     for (;;) {
-      const { done, value } = await reader.read();
+      const { done, value } = await within(SILENCE_MS, reader.read());
       if (done) return;
       yield* parser.feed(value);
     }
   } finally {
     reader.cancel().catch(() => {});
   }
+}
+
+function within(ms, promise) {
+  let timer;
+  const late = new Promise((_, reject) => (timer = setTimeout(() => reject(new Error("silence")), ms)));
+  return Promise.race([promise, late]).finally(() => clearTimeout(timer));
 }

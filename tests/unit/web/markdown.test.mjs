@@ -41,6 +41,11 @@ test("a table row has as many cells as its head, and a bar can be escaped", () =
   assert.deepEqual(table.align, ["center", null]);
 });
 
+test("empty cells stay in their places", () => {
+  const [table] = parse("| a | b | c |\n|---|---|---|\n|| x ||\n| | | y |");
+  assert.deepEqual(table.rows.map((row) => row.map(plain)), [["", "x", ""], ["", "", "y"]]);
+});
+
 test("nesting has an end", () => {
   assert.equal(parse(">".repeat(5000) + " deep").length, 1);
   assert.equal(parse("- ".repeat(5000) + "deep").length, 1);
