@@ -26,26 +26,22 @@ def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
     settings = {"PIP_NO_INDEX": "1"} if wheels else {}
     made = Stack(data=folder, port=free_port_pair(), settings={"CHORUS_STUB_TPS": "60", **settings})
     try:
-        made.compose("down", "--volumes", "--remove-orphans")
+        made.down("--volumes")
         made.up()
         yield made
     finally:
-        made.compose("down", "--volumes", "--remove-orphans")
+        made.down("--volumes")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def real_stack(stack: Stack) -> Iterator[Stack]:
-    """The default profile in place of the stub: the real model, fetched or mounted."""
-    stack.compose("down", "-t", "30")
-    folder = os.environ.get("CHORUS_COMPOSE_MODEL")
-    made = Stack(
-        data=stack.data,
-        port=stack.port,
-        profile="cpu",
-        settings={**stack.settings, **({"CHORUS_MODELS": folder} if folder else {})},
-    )
+    """The default profile in place of the stub, on the same volumes: the real model, mounted."""
+    stack.down()
+    settings = {**stack.settings, "CHORUS_MODELS": os.environ["CHORUS_COMPOSE_MODEL"]}
+    made = Stack(data=stack.data, port=stack.port, profile="cpu", settings=settings)
     try:
         made.up()
         yield made
     finally:
-        made.compose("down", "-t", "30")
+        made.down()
+        stack.up()

@@ -56,12 +56,12 @@ class Stack(System):
 
     # --- the engine ---------------------------------------------------------------------------------------
 
-    def compose(self, *arguments: str, timeout_s: float = UP_S) -> str:
+    def compose(self, *arguments: str, timeout_s: float = UP_S, profiles: str = "") -> str:
         environment = {
             **os.environ,
             "DOCKER_BUILDKIT": "1",
             "COMPOSE_PROJECT_NAME": PROJECT,
-            "COMPOSE_PROFILES": self.profile,
+            "COMPOSE_PROFILES": profiles or self.profile,
             "CHORUS_PORT": str(self.port),
             **self.settings,
         }
@@ -76,6 +76,10 @@ class Stack(System):
         self.compose("build", timeout_s=BUILD_S)
         self.compose("up", "-d")
         self.until_ready()
+
+    def down(self, *flags: str) -> None:
+        """Of every profile: a run that was cut off may have left any."""
+        self.compose("down", "--timeout", "30", *flags, profiles="cpu,stub")
 
     def until_ready(self) -> None:
         def all_there() -> bool:

@@ -132,7 +132,7 @@ def test_each_user_of_the_bus_is_refused_what_is_not_its_own(stack: Stack) -> No
 def test_restart_of_everything_keeps_history(stack: Stack, wire: Wire) -> None:
     """After a restart of every container the reply is there, and the next turn continues it."""
     before = wire.post("/v1/responses", message(20)).json()
-    stack.compose("restart", "-t", "30")
+    stack.compose("restart", "--timeout", "30")
     stack.until_ready()
     check_history(wire, before)
 
@@ -140,7 +140,7 @@ def test_restart_of_everything_keeps_history(stack: Stack, wire: Wire) -> None:
 def test_down_and_up_again_loses_nothing(stack: Stack, wire: Wire) -> None:
     """Containers removed and made anew: same passwords, same keys, the history is there."""
     before, passwords, keys = wire.post("/v1/responses", message(20)).json(), secrets(stack), stack.ready["keys"]
-    stack.compose("down", "-t", "30")
+    stack.down()
     assert not stack.containers()
     stack.compose("up", "-d")
     stack.until_ready()
