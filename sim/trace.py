@@ -9,7 +9,7 @@ from shared.token_log import LogView
 _LEFT_OUT = frozenset({"reply_id", "request"})
 
 
-def brief(thing: Any) -> str:
+def brief(thing: Any) -> str:  # noqa: PLR0911 - a table
     """An entry, event, command or view in a few words."""
     match thing:
         case Accepted():

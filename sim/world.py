@@ -43,6 +43,7 @@ class Process:
         self.boot = 0
         self.paused_until = 0.0
         self.quiet_since: float | None = None  # nothing is heard of it
+        self.disturbed_s = 0.0  # when a fault of its own last began or ended
 
     def crash(self, down_s: float) -> None:
         if self.up:
@@ -67,15 +68,18 @@ class Process:
         self.up, self.paused_until = True, 0.0
         self.world.say("{} starts again", self.name)
         self.quiet_since = None
+        self.disturbed_s = self.world.now
         self.started()
 
     def _go_quiet(self) -> None:
+        self.disturbed_s = self.world.now
         if self.quiet_since is None:
             self.quiet_since = self.world.now
             self.went_quiet()
 
     def _heard_again(self) -> None:
         self.quiet_since = None
+        self.disturbed_s = self.world.now
 
     def crashed(self) -> None:
         """What it held is gone."""
