@@ -156,6 +156,10 @@ class Streams:
 
     def _attach(self, reply: _Reply, request: OpenStream, answer_to: str, now: float) -> list[Command]:
         """The answer stands before the first frame: the writer says both, in this order."""
+        answer = Say(answer_to, encode(StreamOpened(relay=self._relay, credit_subject=self._names.credit(self._relay))))
+        before = self._streams.get(request.stream_id)
+        if before is not None and before.reply is reply and before.inbox == request.inbox:
+            return [answer]  # the same open came twice: beginning again would number other frames alike
         outlet = Outlet(
             request.stream_id,
             reply.tape,
@@ -164,11 +168,9 @@ class Streams:
             slow_s=self._slow_s,
         )
         stream = _Stream(outlet, reply, request.inbox, request.presence)
-        before = self._streams.get(request.stream_id)
         reply.streams[request.stream_id] = self._streams[request.stream_id] = stream
-        answer = StreamOpened(relay=self._relay, credit_subject=self._names.credit(self._relay))
-        commands: list[Command] = [Say(answer_to, encode(answer))]
-        if before is not None:  # the same open came twice: the newer one counts
+        commands: list[Command] = [answer]
+        if before is not None:  # another stream under the same id: the newer one counts
             commands += self._replaced(before, reply)
         if stream.presence:
             reply.presence_due_s = now + self._presence_s

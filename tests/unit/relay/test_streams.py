@@ -256,3 +256,18 @@ def test_a_client_far_behind_gets_several_frames():
     world.perform(world.streams.news(REPLIES[0], [*log_of(0, ended=False), *big], 0.0))
     world.write()
     assert world.numbers["inbox0"] == 3
+
+
+def test_the_same_open_twice_is_one_stream():
+    """A doubled open is answered again and begins nothing anew: no two frames of a stream have one number."""
+    world = World()
+    opened(world)
+    world.write()
+    request = OpenStream(reply_id=REPLIES[0], stream_id="s0", inbox="inbox0", credits=2)
+    again = world.streams.opened(request, "answer again", world.now)
+    assert [type(command) for command in again] == [Say]
+    world.feed(0, 1)
+    world.credit(0, close=False)
+    world.write()
+    assert world.numbers["inbox0"] == 2, "asserted in order by the world"
+    assert len(world.streams) == 1
