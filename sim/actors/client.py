@@ -50,6 +50,7 @@ class Client(Process):
         self.stops: list[float] = []  # when the user pressed stop
         self._stream = 0
         self._open = False
+        self._early: list[bytes] = []  # frames that overtook the answer
         self._next_number = 1
         self._relay: Relay | None = None
         self._relay_id = ""
@@ -93,7 +94,8 @@ class Client(Process):
         if self.over:
             return
         self._stream += 1
-        self._open, self._next_number = False, 1
+        self._open, self._next_number, self._relay_id = False, 1, ""
+        self._early.clear()
         self._relay = relay = self.world.random.choice(self.region.relays)
         request = OpenStream(
             reply_id=self.reply_id,
@@ -118,6 +120,9 @@ class Client(Process):
             self.world.at(RELAY_TRY_S, self._try_again, stream, owner=self)
         else:
             self._open, self._relay_id, self._heard_s = True, answer.relay, self.world.now
+            early, self._early = self._early, []
+            for each in early:
+                self.framed(stream, each)
 
     def _try_again(self, stream: int) -> None:
         if stream == self._stream:
@@ -136,6 +141,9 @@ class Client(Process):
 
     def framed(self, stream: int, data: bytes) -> None:
         """A frame: the next one, an older one, or one that shows that some are missing."""
+        if stream == self._stream and not self._open:
+            self._early.append(data)
+            return
         frame = _frame.decode(data)
         if stream != self._stream or frame.number < self._next_number:
             return
@@ -143,7 +151,6 @@ class Client(Process):
             self._reopen()
             return
         self._next_number += 1
-        self._open = True
         for item in frame.entries:
             if not self.shown or item.seq > self.shown[-1].seq:
                 self.region.checks.shown(self, item)

@@ -7,6 +7,7 @@ from typing import Any
 from tests.drill.before_first_token import before_first_token
 from tests.drill.bus_kill import bus_kill
 from tests.drill.malformed import malformed
+from tests.drill.real_model import real_model
 from tests.drill.replica_kill import replica_kill
 from tests.drill.replica_pause import replica_pause
 from tests.drill.report import Report
@@ -41,5 +42,6 @@ _ALL = (
     Drill("postgres_immediate_stop", postgres_stop, {"streams": 12, "times": 2}),
     Drill("valkey_kill_pause_flush", valkey, {"streams": 12, "asleep_s": 2.0}),
     Drill("malformed_messages", malformed, {"count": 3_000}),
+    Drill("real_model_sigkill", real_model, {"count": 4, "kills": 1}, real_model=True),
 )
 DRILLS: Mapping[str, Drill] = {drill.name: drill for drill in _ALL}

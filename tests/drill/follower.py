@@ -103,7 +103,7 @@ class Follower:
         self._idempotency = {"Idempotency-Key": f"drill-{uuid4().hex}"}
         self._body = {
             "model": model,
-            "input": "Plan a day in Hampi",
+            "input": f"{seed}: plan a day in Hampi",  # no prefix in common: placed by load, not by affinity
             "max_output_tokens": tokens,
             "seed": seed,
             "stream": True,

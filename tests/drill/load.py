@@ -8,11 +8,12 @@ load.stories            everything every client saw, ended
 """
 
 import asyncio
+import contextlib
 import random
 import threading
 import time
 from collections.abc import Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any, Self, TypeVar
 
 import uvloop
@@ -77,9 +78,13 @@ class Load(Clients):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """Until the last reply has ended; when the drill itself failed, at once."""
         self._leaving = True
+        assert self._all is not None, "entered"
         try:
-            if self._all is not None and kind is None:
+            if kind is not None:
+                self._all.cancel()
+            with contextlib.suppress(CancelledError):
                 self._all.result(LEAVE_S)
         finally:
             super().__exit__(kind, *rest)
