@@ -7,6 +7,7 @@ ChorusError
 ├── EngineError            the engine process is gone, or never came up
 ├── TokenLogError          an entry that the rules of the token log forbid
 ├── IllegalEventError      a state machine's table has no such event in its state
+├── ValkeyAwayError        Valkey does not answer, or not in time: go on without
 ├── LogGoneError           a log whose head, or what was already read of it, is no longer there
 └── BusError
     ├── BusTimeoutError    no answer inside the deadline; the effect is unknown
@@ -46,6 +47,10 @@ class TokenLogError(ChorusError):
 
 
 class IllegalEventError(ChorusError):
+    pass
+
+
+class ValkeyAwayError(ChorusError):
     pass
 
 

@@ -166,6 +166,27 @@ STORE_ACQUIRE_S = 3.0  # wait for a free connection, connecting included; then t
 STORE_COMMAND_S = 5.0
 STORE_MIGRATE_S = 60.0  # one migration, or the wait for another process that migrates
 
+# --- Valkey ----------------------------------------------------------------------------------------
+VALKEY_CONNECTIONS_MAX = 16  # of one process
+VALKEY_CALL_S = 2.0  # one round trip, connecting included; past it the caller goes on without
+VALKEY_AWAY_S = 1.0  # one that is away is tried again this often
+
+# --- what a user may use (settings replace the figures of a tier) ----------------------------------
+TOKENS_PER_MIN_PAID = 60_000_000  # of one model; a bucket holds a minute's worth
+TOKENS_PER_MIN_FREE = 6_000_000
+TOKENS_PER_MIN_BACKGROUND = 60_000_000
+MINI_TOKENS_FACTOR = 4  # of the mini model a user may have this many times as much
+QUOTA_LEASE_S = 720.0  # a reservation that nobody settles comes back after this
+QUOTA_KEEP_S = 7200.0  # a bucket that nobody touches is full again by then, and forgotten
+REQUESTS_PER_MIN_PAID = 600_000  # of one user, over all gateways
+REQUESTS_PER_MIN_FREE = 60_000
+REQUESTS_PER_MIN_BACKGROUND = 600_000
+IN_FLIGHT_PAID = 50_000  # requests of one user that wait for a reply or stream it
+IN_FLIGHT_FREE = 5_000
+IN_FLIGHT_BACKGROUND = 50_000
+IN_FLIGHT_LEASE_S = 60.0  # a gateway that dies leaves its requests counted this long
+IN_FLIGHT_RENEW_S = 20.0
+
 # --- usage -----------------------------------------------------------------------------------------
 USAGE_BATCH_MAX = 256  # records in one transaction
 USAGE_PULL_S = 2.0  # one pull, when there is nothing
@@ -215,6 +236,9 @@ assert COMMAND_ANSWER_S > LOG_END_S, "a canceller at work must not be taken for 
 assert BUS_RECONNECT_S_MIN < BUS_RECONNECT_S_MAX < ACK_WAIT_S, "a short loss of the bus must not cost a lease"
 assert SAFETY_PHRASE_CHARS_MAX * 3 < SAFETY_OVERLAP_CHARS, "a phrase cut by one window must stand whole in another"
 assert STORE_ACQUIRE_S + STORE_COMMAND_S < ARCHIVE_ACK_WAIT_S, "a write in hand must not be handed to another"
+assert QUOTA_LEASE_S > REQUEST_DEADLINE_S + DEADLINE_GRACE_S, "a reply that runs must not get its tokens back"
+assert QUOTA_KEEP_S > QUOTA_LEASE_S
+assert IN_FLIGHT_RENEW_S * 2 < IN_FLIGHT_LEASE_S, "one lost renewal must not free a running request's place"
 assert FRAME_BYTES_MAX * 2 < PAYLOAD_BYTES_MAX, "a frame and its envelope must fit a bus message"
 assert SNAPSHOT_BLOCKS_MAX * 16 < PAYLOAD_BYTES_MAX
 assert OUTPUT_TOKENS_MAX * 4 < PAYLOAD_BYTES_MAX

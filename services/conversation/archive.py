@@ -1,6 +1,6 @@
 """Ended replies into their rows: each once, acknowledged only after the commit.
 
-ENDED ──pull──> decode ──> one transaction ──> commit ──> `reply_finished`, figures ──> ack
+ENDED ──pull──> decode ──> one transaction ──> commit ──> quota settled, `reply_finished`, figures ──> ack
                   └ never readable, or never storable: given up after some tries, journalled, counted
 """
 
@@ -10,6 +10,7 @@ import asyncpg
 import msgspec
 
 from services.conversation.figures import Figures
+from services.conversation.quotas import Quotas
 from services.conversation.rows import Archived
 from services.conversation.store import Store, StoreAwayError
 from shared import clock
@@ -27,8 +28,9 @@ _ended = decoder(EndedReply)
 
 
 class Archive:
-    def __init__(self, store: Store, bus: Bus, journal: Journal, figures: Figures, log: Log) -> None:
-        self._store, self._bus, self._journal, self._figures, self._log = store, bus, journal, figures, log
+    def __init__(self, *, store: Store, quotas: Quotas, bus: Bus, journal: Journal, figures: Figures, log: Log) -> None:
+        self._store, self._quotas, self._bus = store, quotas, bus
+        self._journal, self._figures, self._log = journal, figures, log
         self._told: dict[str, None] = {}
 
     async def run(self, puller: Puller) -> None:
@@ -81,6 +83,7 @@ class Archive:
     async def store(self, replies: Sequence[EndedReply]) -> None:
         """Rows, then the word about it; raises StoreAwayError. Again is harmless."""
         outcomes = await self._store.archive(replies, clock.wall_s())
+        await self._quotas.settle(replies)
         for ended, outcome in zip(replies, outcomes, strict=True):
             if outcome is Archived.STORED:
                 self._finished(ended)

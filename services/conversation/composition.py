@@ -13,6 +13,8 @@ from services.conversation.input_check import InputCheck
 from services.conversation.marks import QueuedMarks
 from services.conversation.prompts import load_models
 from services.conversation.queueing import Queueing
+from services.conversation.quota_store import QuotaStore
+from services.conversation.quotas import Quotas
 from services.conversation.sending import Sender
 from services.conversation.service import ConversationService
 from services.conversation.settings import ConversationSettings
@@ -26,6 +28,7 @@ from shared.log_store import LogStore
 from shared.storage import Pool
 from shared.subjects import Names
 from shared.telemetry import Journal, Log, Metrics
+from shared.valkey import Valkey
 
 
 def read_catalog(path: Path) -> Catalog:
@@ -47,7 +50,10 @@ def compose(
     store, logs = Store(pool), LogStore(bus, names)
     lines = ConversationStore(store)
     queueing, shards = Queueing(bus, logs), Shards(bus, names, settings.log_shards)
-    archive = Archive(store, bus, journal, figures, log)
+    valkey = _valkey(settings, figures, journal)
+    quota_store = None if valkey is None else QuotaStore(valkey, settings.region)
+    quotas = Quotas(quota_store, catalog, settings.tokens_per_min, figures)
+    archive = Archive(store=store, quotas=quotas, bus=bus, journal=journal, figures=figures, log=log)
     marks = QueuedMarks(store, log)
     models = load_models(catalog)
     sender = Sender(
@@ -59,6 +65,8 @@ def compose(
         contexts=Contexts(store, logs),
         conversations=Conversations(name=name, names=names, store=lines, logs=logs, bus=bus, journal=journal),
         check=InputCheck(bus, names, journal, figures, fail_open=settings.safety_fail_open),
+        quotas=quotas,
+        mini=None if catalog.mini is None else models[catalog.mini.id],
         queueing=queueing,
         shards=shards,
         marks=marks,
@@ -113,7 +121,20 @@ def compose(
         guards=guards,
         marks=marks,
         shards=shards,
+        valkey=valkey,
         journal=journal,
         figures=figures,
         log=log,
     )
+
+
+def _valkey(settings: ConversationSettings, figures: Figures, journal: Journal) -> Valkey | None:
+    """Told of in the journal when it goes and when it is back; nobody waits for it."""
+    if not settings.redis_url:
+        return None
+
+    def changed(away: bool, why: str) -> None:
+        figures.valkey_away.set(away)
+        journal.note("valkey_away" if away else "valkey_back", why=why)
+
+    return Valkey(settings.redis_url.reveal(), changed=changed)

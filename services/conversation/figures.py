@@ -24,6 +24,12 @@ class Figures:
         self.swept = metrics.counter("replies_swept_total", "replies ended by the last guard", ("reason",))
         self.poison = metrics.counter("archive_poison_total", "ENDED records given up after several tries")
         self.purged = metrics.counter("logs_purged_total", "logs removed after a deletion or a withdrawal", ("cause",))
+        self.quota_reserved = metrics.counter(
+            "quota_reserved_total", "reservations of tokens, by what came of them", ("outcome",)
+        )
+        self.quota_settled = metrics.counter("quota_settled_total", "settlements of tokens, by outcome", ("outcome",))
+        self.mini = metrics.counter("answered_by_mini_total", "replies of the mini model to users past a limit")
+        self.valkey_away = metrics.gauge("conversation_valkey_away", "1 while Valkey does not answer")
         self.store_away = metrics.gauge("conversation_store_away", "1 while PostgreSQL does not answer")
 
     def refused(self, refusal: Refusal) -> None:

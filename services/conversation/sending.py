@@ -8,8 +8,9 @@ idempotency key ─known─> attach                                  rows, key a
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Coroutine
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
@@ -21,6 +22,7 @@ from services.conversation.input_check import InputCheck
 from services.conversation.marks import QueuedMarks
 from services.conversation.prompts import PromptModel
 from services.conversation.queueing import Queueing
+from services.conversation.quotas import OverLimitError, Quotas
 from services.conversation.rows import Claim, IdempotencyKey, NewReply
 from services.conversation.shards import Shards
 from services.conversation.store import MovedOnError, Store, StoreAwayError
@@ -29,7 +31,7 @@ from shared.blocks import block_hashes
 from shared.errors import BusError, LogGoneError, RefusedError, TokenLogError
 from shared.limits import PAYLOAD_BYTES_MAX, REQUEST_DEADLINE_S
 from shared.log_store import LogStore
-from shared.messages import Accepted, End, GenerateRequest, SendMessage, Sent, encode, pack_ids
+from shared.messages import Accepted, Allowance, End, GenerateRequest, SendMessage, Sent, encode, pack_ids
 from shared.outcomes import EndReason, Refusal, RefusalKind
 from shared.subjects import Names, user_bucket
 from shared.telemetry import Journal, Log
@@ -59,6 +61,8 @@ class Sender:
         contexts: Contexts,
         conversations: Conversations,
         check: InputCheck,
+        quotas: Quotas,
+        mini: PromptModel | None,
         queueing: Queueing,
         shards: Shards,
         marks: QueuedMarks,
@@ -72,7 +76,7 @@ class Sender:
         self._store, self._logs, self._contexts, self._check = store, logs, contexts, check
         self._conversations, self._queueing, self._shards, self._archive = conversations, queueing, shards, archive
         self._marks, self._journal, self._figures, self._log = marks, journal, figures, log
-        self._isolate = isolate_tenants
+        self._quotas, self._mini, self._isolate = quotas, mini, isolate_tenants
 
     async def send(self, message: SendMessage) -> Sent:
         """The reply being written; raises RefusedError, StoreAwayError, BusError."""
@@ -138,19 +142,53 @@ class Sender:
         self._queueing.check(lane)
         context = await self._checked_context(message, model)
         self._figures.turns_dropped.inc(context.turns_dropped)
+        offer = _Offer(message, model, context, lane, reply_id or self._shards.new_reply_id())
+        offer, allowance = await self._reserved(offer)
         subject = self._names.lane_subject(
-            lane, message.model, user_bucket(message.principal.org, message.principal.user)
+            lane, offer.message.model, user_bucket(message.principal.org, message.principal.user)
         )
-        request = self._request(message, model, context, lane, reply_id or self._shards.new_reply_id())
-        if reply_id is None:
-            try:
-                claim = await self._begin(message, model, context, subject, request)
-            except MovedOnError:
-                return await self._start(message)
-            if claim is not None:
-                return await self._attach(message, claim) or await self._start(message)
+        accepted = self._accepted(offer)
+        try:
+            request = self._request(offer, accepted)
+            claim = await self._begin(offer, subject, request) if reply_id is None else None
+        except MovedOnError:
+            await self._quotas.release(accepted)
+            return await self._start(message)
+        except BaseException:
+            await self._quotas.release(accepted)
+            raise
+        if claim is not None:
+            await self._quotas.release(accepted)
+            return await self._attach(message, claim) or await self._start(message)
         await self._queue(subject, request)
-        return Sent(reply_id=request.reply_id)
+        return Sent(reply_id=accepted.reply_id, allowance=allowance)
+
+    async def _reserved(self, offer: "_Offer") -> tuple["_Offer", Allowance | None]:
+        """The offer that the user's tokens suffice for: what was asked, else the mini model's, which says so.
+
+        Raises OverLimitError when neither has tokens left, or the mini model cannot take the context.
+        """
+        try:
+            return offer, await self._reserve(offer)
+        except OverLimitError as over:
+            mini = self._mini
+            if mini is None or mini is offer.model:
+                raise
+            message = _answered_by(mini, offer.message, over)
+            try:
+                context = await self._contexts.of(message, mini, offer.context.parent_id)
+                context = dataclasses.replace(context, line_version=offer.context.line_version)
+                smaller = offer._replace(message=message, model=mini, context=context)
+                allowance = await self._reserve(smaller)
+            except RefusedError:
+                raise over from None
+        self._figures.mini.inc()
+        self._journal.note("answered_by_mini", offer.reply_id, asked=offer.message.model, used=mini.card.id)
+        return smaller, allowance
+
+    async def _reserve(self, offer: "_Offer") -> Allowance | None:
+        amount = len(offer.context.ids) + offer.context.budget
+        return await self._quotas.reserve(offer.message.principal, offer.model.card, offer.lane, offer.reply_id, amount)
 
     async def _checked_context(self, message: SendMessage, model: PromptModel) -> MessageContext:
         """Check and context side by side; but only a message that passed supersedes the reply before it."""
@@ -163,30 +201,31 @@ class Sender:
         behind = await self._contexts.of(message, model, place.parent_id)
         return dataclasses.replace(behind, line_version=place.version)
 
-    def _request(
-        self, message: SendMessage, model: PromptModel, context: MessageContext, lane: Tier, reply_id: str
-    ) -> GenerateRequest:
+    def _accepted(self, offer: "_Offer") -> Accepted:
+        message = offer.message
         seed = message.sampling.seed if message.sampling.seed is not None else clock.random_seed()
-        accepted = Accepted(
-            reply_id=reply_id,
+        return Accepted(
+            reply_id=offer.reply_id,
             org=message.principal.org,
             user=message.principal.user,
             created_s=clock.wall_s(),
             model=message.model,
-            tier=lane,
-            budget=context.budget,
+            tier=offer.lane,
+            budget=offer.context.budget,
             seed=seed,
-            input_tokens=len(context.ids),
+            input_tokens=len(offer.context.ids),
             deadline_s=REQUEST_DEADLINE_S,
             echo=message.echo,
         )
-        domain = model.domain(message.principal.org.encode() if self._isolate else b"")
+
+    def _request(self, offer: "_Offer", accepted: Accepted) -> GenerateRequest:
+        ids, domain = offer.context.ids, offer.model.domain(accepted.org.encode() if self._isolate else b"")
         request = GenerateRequest(
             accepted=accepted,
             accepted_seq=0,
-            prompt=pack_ids(context.ids),
-            block_hashes=b"".join(block_hashes(context.ids, domain)),
-            sampling=msgspec.structs.replace(message.sampling, seed=seed),
+            prompt=pack_ids(ids),
+            block_hashes=b"".join(block_hashes(ids, domain)),
+            sampling=msgspec.structs.replace(offer.message.sampling, seed=accepted.seed),
             domain=domain,
         )
         size = len(encode(request))
@@ -200,10 +239,9 @@ class Sender:
             )
         return request
 
-    async def _begin(
-        self, message: SendMessage, model: PromptModel, context: MessageContext, subject: str, request: GenerateRequest
-    ) -> Claim | None:
+    async def _begin(self, offer: "_Offer", subject: str, request: GenerateRequest) -> Claim | None:
         """Rows (of a stored reply) and key; the claim that was there first, when there was one."""
+        message, context = offer.message, offer.context
         key = message.idempotency_key
         idempotency = None if key is None else IdempotencyKey(key, message.body_hash)
         if message.echo.store:
@@ -211,7 +249,7 @@ class Sender:
                 accepted=request.accepted,
                 parent_id=context.parent_id,
                 sampling=request.sampling,
-                tokenizer=model.tokenizer_name,
+                tokenizer=offer.model.tokenizer_name,
                 items=context.items,
                 lane_subject=subject,
                 request=encode(request),
@@ -245,6 +283,27 @@ class Sender:
             await self._archive.store([ended_reply(view)])
         except (StoreAwayError, BusError, TokenLogError, LogGoneError) as error:
             self._log.warning("left_to_the_sweeper", reply_id=reply_id, error=str(error))
+
+
+class _Offer(NamedTuple):
+    """A message and everything that its reply would begin with."""
+
+    message: SendMessage
+    model: PromptModel
+    context: MessageContext
+    lane: Tier
+    reply_id: str
+
+
+def _answered_by(mini: PromptModel, message: SendMessage, over: OverLimitError) -> SendMessage:
+    wait_s = max(1, math.ceil(over.refusal.retry_after_s or 1))
+    notice = (
+        f"You have reached your limit for {message.model}, so {mini.card.id} answers. "
+        f"{message.model} is there again in about {wait_s} s."
+    )
+    asked = message.echo.requested_model or message.model
+    echo = msgspec.structs.replace(message.echo, notice=notice, requested_model=asked)
+    return msgspec.structs.replace(message, model=mini.card.id, echo=echo)
 
 
 async def _together(one: Coroutine[Any, Any, _T], other: Coroutine[Any, Any, _U]) -> tuple[_T, _U]:

@@ -16,6 +16,7 @@ from services.conversation.conversation_verbs import ConversationVerbs
 from services.conversation.figures import Figures
 from services.conversation.guards import Guards
 from services.conversation.marks import QueuedMarks
+from services.conversation.quotas import OverLimitError
 from services.conversation.sending import Sender
 from services.conversation.shards import FILL_CHECK_S, Shards
 from services.conversation.store import Store, StoreAwayError
@@ -45,6 +46,7 @@ from shared.storage import UNAVAILABLE_ERRORS, Pool
 from shared.subjects import Names
 from shared.telemetry import Journal, Log
 from shared.topology import ARCHIVE_CONSUMER, topology
+from shared.valkey import Valkey
 
 QUEUE_GROUP = "conversation"
 VERBS_IN_PROGRESS_MAX = 128  # of each verb; more wait in its inbox
@@ -92,6 +94,7 @@ class ConversationService:
         guards: Guards,
         marks: QueuedMarks,
         shards: Shards,
+        valkey: Valkey | None,
         journal: Journal,
         figures: Figures,
         log: Log,
@@ -99,7 +102,7 @@ class ConversationService:
         self._models, self._log_shards, self._names = models, log_shards, names
         self._bus, self._pool, self._store, self._archive = bus, pool, store, archive
         self._guards, self._marks, self._shards, self._journal = guards, marks, shards, journal
-        self._figures, self._log = figures, log
+        self._valkey, self._figures, self._log = valkey, figures, log
         self._verbs = (
             _Verb("send", decoder(SendMessage).decode, sender.send),
             _Verb("get", decoder(ReplyRef).decode, verbs.get),
@@ -160,6 +163,8 @@ class ConversationService:
                 group.create_task(self._journal.run(), name="journal")
         finally:
             await puller.close()
+            if self._valkey is not None:
+                await self._valkey.close()
 
     def _jobs(self, puller: Puller) -> list[tuple[str, Callable[[], Awaitable[None]], float]]:
         """(name, job, seconds between)."""
@@ -231,7 +236,8 @@ class ConversationService:
             async with asyncio.timeout(REQUEST_TIMEOUT_S):
                 return await verb.answer(verb.decode(data))
         except RefusedError as error:
-            return Refused(refusal=error.refusal)
+            left = error.allowance if isinstance(error, OverLimitError) else None
+            return Refused(refusal=error.refusal, allowance=left)
         except (msgspec.DecodeError, asyncpg.DataError) as error:
             self._log.error("verb_not_understood", verb=verb.name, error=f"{type(error).__name__}: {error}")
             return Refused(refusal=Refusal(kind=RefusalKind.BAD_REQUEST, message="The request was not understood."))
