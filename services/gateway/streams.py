@@ -6,8 +6,9 @@
                                               │
     relay.open  <── OpenStream after_seq ─────┘        credit.<relay> <── written(), close()
 
-A stream is lost when a frame number is missing, its relay falls silent or leaves, or frames were dropped on the
-way. It then opens under a new id after the last entry it has, so nothing is missed and late frames hit nobody.
+A stream is lost when a frame number is missing, its relay falls silent or leaves, frames were dropped on the way, or
+nothing came for long (the last frame may be the one that was lost). It then opens under a new id after the last entry
+it has, so nothing is missed and late frames hit nobody.
 """
 
 import asyncio
@@ -32,6 +33,7 @@ from shared.limits import (
     RELAY_GONE_S,
     RELAY_OPEN_S,
     RELAY_TRY_S,
+    SSE_PING_S,
     STREAM_CREDITS,
 )
 from shared.messages import (
@@ -51,6 +53,7 @@ from shared.subjects import Names
 from shared.telemetry import Log, Metrics
 
 _INBOX_FRAMES_MAX = STREAM_CREDITS  # a relay sends no more than the window; the rest is slack for closings
+QUIET_S = SSE_PING_S  # a stream with nothing new for this long is asked for again
 _STREAM_ID_BYTES = 8
 _WINDOW = STREAM_CREDITS // 2  # frames in flight: at the shortest chunk interval still a third of a second
 _LET_GO_MAX = 8192
@@ -94,7 +97,7 @@ class ReplyStream:
         self._doubt: str | None = None
         self._tries = 0
         self._gone_s: float | None = None
-        self._lost_s = clock.now_s()
+        self._lost_s = self._news_s = clock.now_s()
         self._waiter: asyncio.Future[None] | None = None
 
     async def next(self, timeout_s: float) -> Batch | None:
@@ -104,11 +107,14 @@ class ReplyStream:
             batch = await self._open() if self._lost is not None else self._take()
             if batch is not None:
                 return batch
-            left = until - clock.now_s()
-            if left <= 0:
+            now = clock.now_s()
+            left = until - now
+            if self._lost is None and now - self._news_s > QUIET_S:
+                self.lose("quiet")  # a last frame that was lost shows no gap
+            elif left <= 0:
                 return None
-            if self._lost is None:
-                await self._wait(left)
+            elif self._lost is None:
+                await self._wait(min(left, self._news_s + QUIET_S - now + 0.001))
             elif self._tries:
                 await asyncio.sleep(min(left, RELAY_TRY_S * (0.5 + clock.random_unit())))
 
@@ -174,6 +180,7 @@ class ReplyStream:
             self._keep(batch, frame)
         if not batch.frames:
             return None
+        self._news_s = clock.now_s()
         if self.relay:
             self._relays.heard(self.relay)
         return batch
@@ -241,7 +248,7 @@ class ReplyStream:
             self.reopened += 1
             self._relays.count_reopened(self._lost or "")
         self.relay, self._credit_subject = answer.relay, answer.credit_subject
-        self._lost, self._tries = None, 0
+        self._lost, self._tries, self._news_s = None, 0, clock.now_s()
         self._relays.heard(answer.relay)
         if self._doubt is not None:
             self.lose(self._doubt)

@@ -119,6 +119,7 @@ class FakeRelay:
         self.refuse: Refused | None = None
         self.frame_entries_max = 8
         self.skip_number_once = False
+        self.lose_last_once = False
         self.notices: dict[str, list[Notice]] = {}
         self.paused = False
         self.hold_opens = asyncio.Event()  # cleared: opens are heard and not answered
@@ -207,6 +208,8 @@ class FakeRelay:
             self.frames_sent += 1
             if self.skip_number_once and number == 2:
                 self.skip_number_once = False  # this frame is lost on the way
+            elif self.lose_last_once and over:
+                self.lose_last_once = False  # so is this, and no later one shows it
             else:
                 await self.bus.publish(request.inbox, encode(frame))
             if over:

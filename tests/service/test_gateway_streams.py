@@ -140,6 +140,20 @@ async def test_a_frame_that_cannot_be_read_opens_the_stream_again(world, http):
     assert world.sample("gateway_undecodable_total") == 1
 
 
+async def test_a_last_frame_that_was_lost_is_asked_for(world, http, monkeypatch):
+    """No later number shows that it is missing: a stream with nothing new for long asks again."""
+    monkeypatch.setattr(streams, "QUIET_S", 0.3)
+    writer = Writer(world)
+    world.relays[0].lose_last_once = True
+    async with http.post("/v1/responses", json=STREAM) as response:
+        await writer.ready.wait()
+        writer.write(2)
+        writer.finish()
+        raw = await response.read()
+    assert text_of(bodies_of(raw)) == writer.text
+    assert world.sample("gateway_reopened_total", why="quiet") >= 1
+
+
 async def test_frames_lost_with_the_bus_are_asked_for_again(world, http):
     """After the gateway's connection to the bus was away, streams open again: even a lost last frame is found."""
     writer = Writer(world)
