@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from shared.limits import RELAY_ALIVE_S, RELAY_MISSED_MAX, RELAY_OPEN_S, RELAY_TRY_S
+from shared.limits import RELAY_ALIVE_S, RELAY_MISSED_MAX, RELAY_OPEN_S, RELAY_TRY_S, SSE_PING_S
 from shared.messages import (
     Chunk,
     Credit,
@@ -55,6 +55,7 @@ class Client(Process):
         self._relay: Relay | None = None
         self._relay_id = ""
         self._heard_s = 0.0
+        self._news_s = 0.0
 
     @property
     def over(self) -> bool:
@@ -120,6 +121,7 @@ class Client(Process):
             self.world.at(RELAY_TRY_S, self._try_again, stream, owner=self)
         else:
             self._open, self._relay_id, self._heard_s = True, answer.relay, self.world.now
+            self._news_s = self.world.now
             early, self._early = self._early, []
             for each in early:
                 self.framed(stream, each)
@@ -135,7 +137,8 @@ class Client(Process):
     def _look(self) -> None:
         if self.over:
             return
-        if self._open and self._relay_id and self.world.now - self._heard_s > _SILENT_S:
+        silent = self.world.now - self._heard_s > _SILENT_S
+        if self._open and self._relay_id and (silent or self.world.now - self._news_s > SSE_PING_S):
             self._reopen()
         self.world.at(RELAY_ALIVE_S, self._look, owner=self)
 
@@ -151,6 +154,7 @@ class Client(Process):
             self._reopen()
             return
         self._next_number += 1
+        self._news_s = self.world.now
         for item in frame.entries:
             if not self.shown or item.seq > self.shown[-1].seq:
                 self.region.checks.shown(self, item)
