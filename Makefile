@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 MODEL := .models/SmolLM2-135M-Instruct.Q4_1.gguf
 ARGS ?=
 
-.PHONY: setup models up test compose-test check bench-plane bench-peers bench-engine clean
+.PHONY: setup models up test compose-test check drill sim bench-plane bench-peers bench-engine clean
 
 setup: $(INSTALLED)
 
@@ -36,6 +36,14 @@ check: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# Every drill in its full form (an hour or so); figures go to bench/results/drill.json. ARGS: names, --short
+drill: setup models
+	$(BIN)/python -m tests.drill $(ARGS)
+
+# Takeover worlds on a virtual clock. ARGS: --seeds N, --seed N, --scenario NAME
+sim: setup
+	$(BIN)/python -m sim $(ARGS)
 
 bench-plane: setup
 	$(BIN)/python -m bench.plane $(ARGS)

@@ -142,7 +142,8 @@ class Region:
             self.publish(client, client.answered if kind == "answer" else client.framed, int(stream), data)
         elif subject.startswith(self.names.presence("x")[:-1]):
             reply_id = _presence.decode(data).reply_id
-            for each in (*self.routers, *self.replicas):
+            hearers: list[Router | Replica] = [*self.routers, *self.replicas]
+            for each in hearers:
                 self.publish(each, each.present, reply_id)
 
     def announce(self, reply_id: str, reason: EndReason) -> None:

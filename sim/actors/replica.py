@@ -338,9 +338,7 @@ class Replica(Process):
             http="",
             ready=self._ready,
             stats=self.engine.stats(),
-            unseen=tuple(
-                attempt for name in sorted(self._unseen) if (attempt := self.table.of_sequence(name)) is not None
-            ),
+            unseen=tuple(filter(None, map(self.table.of_sequence, sorted(self._unseen)))),
             dispatches=self.table.taken,
             accepting=self.table.accepting,
             step_age_s=age_s,
