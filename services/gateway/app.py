@@ -22,18 +22,13 @@ from services.gateway.http import (
     problem_of_status,
     unavailable,
 )
+from services.gateway.page import add_page
 from shared import clock
 from shared.errors import BusError, ConfigError, RefusedError
 from shared.limits import BODY_BYTES_MAX, CONNECTIONS_MAX, HEAD_READ_S, HEADER_BYTES_MAX
 from shared.service import HealthDoors
 from shared.telemetry import Log
 
-_PAGE_HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'",
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cache-Control": "no-cache",
-}
 _SENTENCES = {
     404: "There is nothing at this address.",
     405: "This address does not take that method.",
@@ -65,7 +60,7 @@ def make_app(
         each.add_to(app)
     app.on_response_prepare.append(_harden)
     if (web_dir / "index.html").is_file():
-        _add_page(app, web_dir)
+        add_page(app, web_dir)
     return app
 
 
@@ -128,18 +123,8 @@ def _shaped(error: web.HTTPException) -> web.Response:
     return response
 
 
-async def _harden(request: web.Request, response: web.StreamResponse) -> None:
+async def _harden(_: web.Request, response: web.StreamResponse) -> None:
     response.headers["Server"] = "chorus"
-    if request.path == "/" or request.path.startswith("/web/"):
-        response.headers.update(_PAGE_HEADERS)
-
-
-def _add_page(app: web.Application, web_dir: Path) -> None:
-    async def page(_: web.Request) -> web.FileResponse:
-        return web.FileResponse(web_dir / "index.html")
-
-    app.router.add_get("/", page)
-    app.router.add_static("/web", web_dir)
 
 
 class _Connections:

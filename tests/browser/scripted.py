@@ -1,7 +1,8 @@
 """A gateway that follows a script: for states of the page that a healthy system cannot be brought into at will.
 
 It speaks the same wire (conversations, numbered events, resume, cancel) from one process without a bus. What a message
-says decides what becomes of it; see `SCRIPTS`.
+says decides what becomes of it: `limit` is refused, `queue` waits for ever, `fallback` is answered by the mini model,
+`filter` and `fail` end so after a dozen tokens; anything else is answered with `SAMPLE`.
 """
 
 import asyncio
@@ -9,15 +10,16 @@ import itertools
 import json
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from aiohttp import web
 
+from services.gateway.page import add_page
+
 WEB = Path(__file__).resolve().parents[2] / "services" / "gateway" / "web"
-CSP = "default-src 'self'; img-src 'self' data:; base-uri 'none'; frame-ancestors 'none'"
 LATE_S = 0.02  # between tokens
 SAMPLE = """## Sleeping well
 
@@ -89,8 +91,7 @@ class Script:
     def app(self) -> web.Application:
         app = web.Application()
         add = app.router
-        add.add_get("/", lambda _: web.FileResponse(WEB / "index.html", headers={"Content-Security-Policy": CSP}))
-        add.add_static("/web", WEB)
+        add_page(app, WEB)
         add.add_get("/v1/models", self.models)
         add.add_get("/v1/conversations", self.list)
         add.add_post("/v1/conversations", self.create)
@@ -255,10 +256,8 @@ async def _events(reply: Reply) -> AsyncIterator[tuple[int, dict[str, Any]]]:
 
 
 async def _until(reply: Reply, timeout_s: float) -> None:
-    try:
+    with suppress(TimeoutError):
         await asyncio.wait_for(reply.grew.wait(), timeout_s)
-    except TimeoutError:
-        pass
 
 
 def _tell(reply: Reply) -> None:

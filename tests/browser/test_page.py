@@ -104,7 +104,11 @@ def test_a_reply_streams_and_can_be_stopped(either: Page, screenshot: Shot) -> N
 def test_a_stop_before_the_reply_has_a_name_counts(page: Page) -> None:
     """Stop pressed while the message is still on its way ends the reply as soon as it exists."""
     held: list[Route] = []
-    page.route("**/v1/responses", lambda route: held.append(route))
+
+    def hold(route: Route) -> None:
+        held.append(route)
+
+    page.route("**/v1/responses", hold)
     ask(page, "too fast")
     eventually(lambda: conversation(page) and held, "the message is on its way")
     page.click("#stop")

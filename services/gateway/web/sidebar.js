@@ -24,9 +24,11 @@ export class Sidebar {
 
   /** Shows `chats`' list; rebuilt only where it changed, so that the focus stays. */
   update(chats) {
-    const groups = grouped(chats.list, Date.now() / 1000);
-    const rows = groups.flatMap(([name, entries]) => [make("li.age", { role: "presentation" }, name), ...entries.map((entry) => row(entry, chats))]);
-    if (!rows.length) rows.push(make("li.age", {}, chats.search ? "Nothing found." : "No chats yet."));
+    const rows = grouped(chats.list, Date.now() / 1000).flatMap(([name, entries]) => [
+      make("p.age", { "aria-hidden": "true" }, name),
+      make("ul", { "aria-label": name }, ...entries.map((entry) => row(entry, chats))),
+    ]);
+    if (!rows.length) rows.push(make("p.age", {}, chats.search ? "Nothing found." : "No chats yet."));
     const same = rows.length === this.list.children.length && rows.every((each, at) => each.isEqualNode(this.list.children[at]));
     if (!same) {
       const focused = this.list.contains(document.activeElement) ? document.activeElement.getAttribute("href") : null;

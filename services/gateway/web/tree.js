@@ -100,7 +100,8 @@ export class Tree {
 
   #merged(reply, item) {
     const fresh = ofItem(item, textOf(item));
-    return isOver(fresh) || !reply ? fresh : reply; // an end that was seen here may not be stored yet
+    if (!isOver(fresh) && reply) return reply; // an end that was seen here may not be stored yet
+    return reply?.end === fresh.end ? { ...fresh, problem: reply.problem } : fresh; // items do not say what went wrong
   }
 
   /** Items of other roles (instructions) are not shown; what follows one hangs where it hangs. */
