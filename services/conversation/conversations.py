@@ -19,6 +19,11 @@ from shared.subjects import Names
 from shared.telemetry import Journal
 
 _END_S = 2.0
+_STILL_BEGINNING = Refusal(
+    kind=RefusalKind.UNAVAILABLE,
+    message="The reply before this one is only just beginning. Try again in a moment.",
+    retry_after_s=1.0,
+)
 _POLL_S = 0.02
 
 
@@ -71,7 +76,7 @@ class Conversations:
                 return
             except TokenLogError:
                 if clock.now_s() >= give_up_s:
-                    return
+                    raise RefusedError(_STILL_BEGINNING) from None  # else two would be in flight once it has begun
                 await asyncio.sleep(_POLL_S)
         reason = end.reason if view.ended is None else view.ended.reason
         self._journal.note("reply_superseded", reply_id, ended_as=reason.value)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from services.conversation import conversations
 from shared import clock
 from shared.bus import StreamMessage
 from shared.messages import (
@@ -197,6 +198,21 @@ async def test_a_reply_whose_log_is_not_there_yet_is_superseded_too(world: World
         await looked.wait()
     await world.logs.append(first, 0, encode(accepted))
     assert (await second).reply_id
+    assert (await world.logs.read(first)).ended.reason is EndReason.SUPERSEDED
+
+
+async def test_nothing_begins_beside_a_reply_that_has_yet_to_begin(world: World, monkeypatch: Any) -> None:
+    """A reply that is stored and gets no log in time is not passed over: the newer message is refused, with a time."""
+    monkeypatch.setattr(conversations, "_END_S", 0.2)
+    conversation = await _conversation(world)
+    first = (await world.send("one", conversation_id=conversation)).reply_id
+    accepted = (await world.logs.read(first)).accepted
+    await world.logs.purge(first)
+    refusal = (await world.send("two", conversation_id=conversation)).refusal
+    assert refusal.kind is RefusalKind.UNAVAILABLE
+    assert refusal.retry_after_s
+    await world.logs.append(first, 0, encode(accepted))
+    assert (await world.send("two", conversation_id=conversation)).reply_id
     assert (await world.logs.read(first)).ended.reason is EndReason.SUPERSEDED
 
 
