@@ -56,6 +56,7 @@ class Valkey:
         self._room = asyncio.Semaphore(VALKEY_CONNECTIONS_MAX)
         self._silent = 0
         self._try_again_s = 0.0
+        self._closed = False
         self.away = False
 
     async def call(self, *command: str | bytes | int) -> Any:
@@ -87,12 +88,16 @@ class Valkey:
         return answers
 
     async def close(self) -> None:
+        """Calls in flight still get their answers; new ones are away."""
+        self._closed = True
         while self._idle:
             await self._idle.pop().disconnect(nowait=True)
 
     # --- one round trip --------------------------------------------------------------------------------------
 
     async def _round_trip(self, commands: Sequence[Command]) -> list[Any]:
+        if self._closed:
+            raise ValkeyAwayError("closed")
         if self.away:
             if clock.now_s() < self._try_again_s:
                 raise ValkeyAwayError("Valkey was away a moment ago")
@@ -120,7 +125,7 @@ class Valkey:
                 except ResponseError as error:  # an answer that says no; the next one follows it
                     answers.append(error)
         finally:
-            if len(answers) == len(commands):
+            if len(answers) == len(commands) and not self._closed:
                 self._idle.append(connection)
             else:
                 await connection.disconnect(nowait=True)

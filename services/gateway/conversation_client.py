@@ -11,6 +11,7 @@ from shared.bus import Bus, BusMessage
 from shared.errors import BusError, BusTimeoutError, NoRespondersError, RefusedError
 from shared.limits import CONVERSATION_TRY_S, KEY_LOOKUP_S, PAYLOAD_BYTES_MAX, REQUEST_TIMEOUT_S
 from shared.messages import (
+    Allowance,
     ConversationItems,
     ConversationPage,
     ConversationRef,
@@ -45,6 +46,14 @@ _Answer = (
 )
 _answer: msgspec.msgpack.Decoder[_Answer] = msgspec.msgpack.Decoder(_Answer)
 A = TypeVar("A", bound=Message)
+
+
+class OverTokensError(RefusedError):
+    """The user's tokens do not suffice; `allowance` is what there is."""
+
+    def __init__(self, refusal: Refusal, allowance: Allowance) -> None:
+        super().__init__(refusal)
+        self.allowance = allowance
 
 
 class Conversation:
@@ -121,6 +130,8 @@ class Conversation:
     def _read(self, answer: BusMessage, kind: type[A]) -> A:
         said = _answer.decode(answer.data)
         if isinstance(said, Refused):
+            if said.allowance is not None:
+                raise OverTokensError(said.refusal, said.allowance)
             raise RefusedError(said.refusal)
         if not isinstance(said, kind):
             raise BusError(f"{type(said).__name__} is no answer to a question that wants {kind.__name__}")

@@ -42,7 +42,7 @@ class ConversationDoors:
         router.add_post(one, door(self.update))
         router.add_delete(one, door(self.delete))
         router.add_get(f"{one}/items", door(self.items))
-        router.add_post(f"{one}/regenerate", door(self.regenerate))
+        router.add_post(f"{one}/regenerate", door(self._doors.limited(self.regenerate)))
         router.add_get(f"{one}/export", door(self.export))
 
     async def create(self, demand: Demand) -> web.StreamResponse:
@@ -81,6 +81,7 @@ class ConversationDoors:
             check_model(order.model, self._catalog)
         key = idempotency_key(demand.headers, demand.principal, order.body_hash, demand.request_id)
         sent = await self._conversation.regenerate(msgspec.structs.replace(order, idempotency_key=key))
+        demand.say(sent.allowance)
         return await self._doors.new_response(
             demand,
             sent.reply_id,

@@ -9,7 +9,7 @@ from aiohttp import web
 from multidict import CIMultiDictProxy
 
 from services.gateway.auth import Keys
-from services.gateway.conversation_client import Conversation
+from services.gateway.conversation_client import Conversation, OverTokensError
 from services.gateway.conversations_api import ascending, page_limit
 from services.gateway.events import ChatEvents, Events, ResponseEvents, terminal_event
 from services.gateway.http import (
@@ -23,6 +23,8 @@ from services.gateway.http import (
     problem_of_status,
     resume_point,
 )
+from services.gateway.limits import rate_headers
+from services.gateway.limits_store import Limits, TooManyError
 from services.gateway.live import LiveStream, whole_reply
 from services.gateway.measures import Measures
 from services.gateway.openai_api import TOKEN_IDS, Asked, check_model, parse_chat, parse_response
@@ -44,11 +46,12 @@ from shared.catalog import Catalog
 from shared.errors import RefusedError
 from shared.ids import reply_of_chat, reply_place
 from shared.limits import BODY_READ_S
-from shared.messages import Principal, ReplyRef, ReplyView
+from shared.messages import Allowance, Principal, ReplyRef, ReplyView
 from shared.outcomes import EndReason, Refusal, RefusalKind
 from shared.telemetry import Log
 from shared.token_log import tokens_seen
 
+LIMIT_HEADERS = web.RequestKey("limit_headers", dict[str, str])  # what an answer says about its user's limits
 REQUEST_NAME = web.RequestKey("request_name", str)  # where the application keeps the request's id
 
 _json = msgspec.json.Encoder().encode
@@ -86,6 +89,13 @@ class Demand:
     def wants_token_ids(self) -> bool:
         return TOKEN_IDS in self.include
 
+    def say(self, allowance: Allowance | None) -> None:
+        """The answer tells what is left of the user's tokens."""
+        if allowance is not None:
+            self.http[LIMIT_HEADERS].update(
+                rate_headers("tokens", allowance.limit, allowance.remaining, allowance.reset_s)
+            )
+
     def ref(self, region: str) -> ReplyRef:
         """The reply named in the path; raises RefusedError NOT_FOUND for what cannot be one of ours."""
         reply_id = self.http.match_info["reply_id"]
@@ -115,20 +125,22 @@ class Doors:
         conversation: Conversation,
         relays: Relays,
         measures: Measures,
+        limits: Limits,
         log: Log,
     ) -> None:
-        self._settings, self._catalog, self._keys = settings, catalog, keys
+        self._settings, self._catalog, self._keys, self._limits = settings, catalog, keys, limits
         self._conversation, self._relays = conversation, relays
         self._measures, self._log = measures, log
 
     def add_to(self, app: web.Application) -> None:
         router = app.router
-        router.add_post("/v1/responses", self.door(self.create_response))
+        app.on_response_prepare.append(_say_limits)
+        router.add_post("/v1/responses", self.door(self.limited(self.create_response)))
         router.add_get("/v1/responses/{reply_id}", self.door(self.get_response))
         router.add_delete("/v1/responses/{reply_id}", self.door(self.delete_response))
         router.add_post("/v1/responses/{reply_id}/cancel", self.door(self.cancel_response))
         router.add_get("/v1/responses/{reply_id}/input_items", self.door(self.list_input_items))
-        router.add_post("/v1/chat/completions", self.door(self.create_chat))
+        router.add_post("/v1/chat/completions", self.door(self.limited(self.create_chat)))
         router.add_get("/v1/models", self.door(self.list_models))
         router.add_get("/v1/models/{model}", self.door(self.get_model))
 
@@ -142,6 +154,24 @@ class Doors:
             return await handler(Demand(request, principal, request[REQUEST_NAME], asked_s))
 
         return authenticated
+
+    def limited(self, handler: Handler) -> Handler:
+        """A handler that begins a reply: within its user's requests a minute and in flight, and says what is left."""
+
+        async def within(demand: Demand) -> web.StreamResponse:
+            headers = demand.http[LIMIT_HEADERS] = {}
+            try:
+                async with self._limits.admitted(demand.principal, demand.request_id) as said:
+                    headers.update(said)
+                    return await handler(demand)
+            except TooManyError as error:
+                headers.update(error.headers)
+                raise
+            except OverTokensError as error:
+                demand.say(error.allowance)
+                raise
+
+        return within
 
     # --- responses -------------------------------------------------------------------------------------------
 
@@ -231,6 +261,7 @@ class Doors:
         check_model(asked.model, self._catalog)
         key = idempotency_key(demand.headers, demand.principal, asked.body_hash, demand.request_id)
         sent = await self._conversation.send(asked.message(demand.principal, demand.request_id, key))
+        demand.say(sent.allowance)
         return sent.reply_id
 
     async def _live(
@@ -265,6 +296,10 @@ class Doors:
         events = ResponseEvents(after=after, token_ids=token_ids).feed(stored_entries(view))
         headers = {**SSE_HEADERS, REPLY_ID: view.accepted.reply_id}
         return web.Response(body=encode_events(events, first=True), headers=headers)
+
+
+async def _say_limits(request: web.Request, response: web.StreamResponse) -> None:
+    response.headers.update(request.get(LIMIT_HEADERS, {}))
 
 
 def answer(body: Json, reply_id: str | None = None, status: int = 200) -> web.Response:

@@ -37,6 +37,8 @@ class Measures:
         self.tokens = metrics.counter("gateway_tokens_total", "tokens written to clients", labels)
         self.closed = metrics.counter("gateway_streams_closed_total", "streams that are over", ("door", "outcome"))
         self.resumed = metrics.counter("gateway_resumes_total", "streams that began after an event number")
+        self.limits = metrics.counter("gateway_limits_total", "requests at their user's limits", ("outcome",))
+        self.valkey_away = metrics.gauge("gateway_valkey_away", "1 while Valkey does not answer")
         self.pings = metrics.counter("gateway_pings_total", "comments sent to keep silent streams alive")
 
 
