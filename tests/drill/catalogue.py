@@ -7,6 +7,7 @@ from typing import Any
 from tests.drill.before_first_token import before_first_token
 from tests.drill.bus_kill import bus_kill
 from tests.drill.malformed import malformed
+from tests.drill.pairs import pairs
 from tests.drill.real_model import real_model
 from tests.drill.replica_kill import replica_kill
 from tests.drill.replica_pause import replica_pause
@@ -39,6 +40,7 @@ _ALL = (
     Drill("replica_sigstop", replica_pause, {"streams": 16, "times": 2, "asleep_s": 2.5}),
     Drill("rolling_restart", rolling_restart, {"streams": 12, "kinds": ("conversation-1", "router-1", "relay-1")}),
     Drill("nats_sigkill", bus_kill, {"streams": 16, "kills": 2}),
+    Drill("pairs_sigkill", pairs, {"streams": 12, "most": 2}),
     Drill("postgres_immediate_stop", postgres_stop, {"streams": 12, "times": 2}),
     Drill("valkey_kill_pause_flush", valkey, {"streams": 12, "asleep_s": 2.0}),
     Drill("malformed_messages", malformed, {"count": 3_000}),
