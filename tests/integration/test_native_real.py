@@ -11,7 +11,7 @@ import pytest
 from services.replica.core.detokenize import Vocabulary
 from services.replica.core.sequence import Demand
 from services.replica.model.config import ModelConfig, read_config
-from services.replica.model.native.kernels import KernelModel, Rows
+from services.replica.model.native.kernels import BEST, KernelModel, Rows
 from services.replica.model.native_runner import NativeRunner, build_model
 from services.replica.runner import RunnerInfo
 from shared.gguf import GgufFile
@@ -122,14 +122,14 @@ def test_twenty_schedules_give_every_reply_as_if_it_were_alone(models, tokenizer
 def test_greedy_says_what_it_should(models, tokenizer: Tokenizer):
     """The kernels read the file rightly: a fact comes out."""
     prompt = tokenizer.encode("The capital of France is")
-    best, _ = models[0].forward([Rows(prompt, 0, (0,), wanted=True)], logits=False)
+    best, _ = models[0].forward([Rows(prompt, 0, (0,), BEST)], logits=False)
     assert tokenizer.token_bytes[int(best[0])] == b" Paris"
 
 
 def test_precise_is_nearer_to_itself_than_fast(models, tokenizer: Tokenizer):
     """Fast differs from precise by a few hundredths of the logits' spread, in one step of the whole text."""
     prompt = tokenizer.encode(TEXT)
-    rows = [Rows(prompt, 0, tuple(range(BLOCKS)), wanted=True)]
+    rows = [Rows(prompt, 0, tuple(range(BLOCKS)), BEST)]
     precise = built(precise=True)
     try:
         wanted = precise.forward(rows, logits=True)[1]

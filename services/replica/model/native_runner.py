@@ -2,10 +2,21 @@
 
 from collections.abc import Callable
 
-from services.replica.core.plan import StepPlan, StepResult
+from services.replica.core.plan import SampleParams, StepPlan, StepResult
+from services.replica.core.randomness import unit
+from services.replica.core.sequence import penalised
 from services.replica.model.config import ModelConfig
-from services.replica.model.native.kernels import KINDS, KernelModel, KernelShape, MatrixPlace, Rows, Variant
-from services.replica.model.sampler import greedy, sample
+from services.replica.model.native.kernels import (
+    BEST,
+    KINDS,
+    Draw,
+    KernelModel,
+    KernelShape,
+    MatrixPlace,
+    Rows,
+    Variant,
+)
+from services.replica.model.sampler import sample
 from services.replica.model.weights_file import Bytes, TensorReader, halves
 from services.replica.runner import RunnerInfo
 from shared.gguf import GgufFile, TensorType
@@ -22,13 +33,35 @@ class NativeRunner:
         self._model = model
 
     def run(self, plan: StepPlan) -> StepResult:
-        rows = [Rows(chunk.ids, chunk.start, chunk.blocks, chunk.sample is not None) for chunk in plan.chunks]
         params = [chunk.sample for chunk in plan.chunks if chunk.sample is not None]
-        best, logits = self._model.forward(rows, logits=not all(map(greedy, params)))
-        return StepResult(best.tolist() if logits is None else sample(logits, params))
+        rows = [Rows(chunk.ids, chunk.start, chunk.blocks, _draw(chunk.sample)) for chunk in plan.chunks]
+        # Which rows the kernels draw is a matter of the row's own parameters, never of the batch.
+        left = [at for at, param in enumerate(params) if not drawn_natively(param)]
+        drawn, logits = self._model.forward(rows, logits=bool(left))
+        tokens: list[int] = drawn.tolist()
+        if logits is not None:
+            for at, token in zip(left, sample(logits[left], [params[at] for at in left]), strict=True):
+                tokens[at] = token
+        return StepResult(tokens)
 
     def close(self) -> None:
         self._model.close()
+
+
+def drawn_natively(param: SampleParams) -> bool:
+    """Neither earlier tokens nor the order of the odds matter: the kernels draw, and no logits leave them."""
+    sampling = param.sampling
+    if sampling.logit_bias or penalised(sampling):
+        return False
+    return sampling.temperature <= 0 or (sampling.top_k == 0 and sampling.top_p >= 1)
+
+
+def _draw(param: SampleParams | None) -> Draw | None:
+    if param is None:
+        return None
+    if param.sampling.temperature <= 0 or not drawn_natively(param):
+        return BEST
+    return Draw(param.sampling.temperature, param.sampling.min_p, unit(param.seed, param.position))
 
 
 def misfit(file: GgufFile, config: ModelConfig) -> str | None:

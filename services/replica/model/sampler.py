@@ -33,12 +33,6 @@ def sample(logits: Numbers, params: Sequence[SampleParams]) -> list[int]:
     return [_draw(row, param) for row, param in zip(logits, params, strict=True)]
 
 
-def greedy(param: SampleParams) -> bool:
-    """The best of the unchanged logits is the token, whatever else."""
-    sampling = param.sampling
-    return sampling.temperature <= 0 and not sampling.logit_bias and not penalised(sampling)
-
-
 # --- before the draw -------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from services.replica.model import load
 from services.replica.model.load import load_runner
 from services.replica.model.loader import load_weights
 from services.replica.model.native import kernels
-from services.replica.model.native.kernels import KernelShape, Rows, Variant
+from services.replica.model.native.kernels import BEST, Draw, KernelShape, Rows, Variant
 from services.replica.model.native_runner import NativeRunner, misfit
 from services.replica.model.torch_runner import TorchRunner
 from services.replica.model.transformer import Transformer
@@ -70,7 +70,7 @@ def test_logits_are_those_of_the_reference(files, variant: Variant, kind: str, p
     for length in (1, 17, 100):
         prompt = ids(length, length)
         with kernel_model(files[kind], variant, precise=precise) as model:
-            found = logits(model, Rows(prompt, 0, TABLE, wanted=True))[0]
+            found = logits(model, Rows(prompt, 0, TABLE, BEST))[0]
         assert distance(found, reference(files[kind], prompt)) < within
 
 
@@ -81,7 +81,7 @@ def test_any_grouping_of_heads(tmp_path: Path, variant: Variant, heads: int, kv_
     path = tiny_file(tmp_path / "model.gguf", Q4_1, heads=heads, kv_heads=kv_heads, tied=False)
     prompt = ids(1, 70)
     with kernel_model(path, variant, precise=True) as model:
-        found = logits(model, Rows(prompt, 0, TABLE, wanted=True))[0]
+        found = logits(model, Rows(prompt, 0, TABLE, BEST))[0]
     assert distance(found, reference(path, prompt)) < 0.003
 
 
@@ -89,12 +89,12 @@ def test_any_grouping_of_heads(tmp_path: Path, variant: Variant, heads: int, kv_
 @pytest.mark.parametrize("precise", [False, True])
 def test_every_instruction_set_gives_the_same_bits(files, kind: str, precise: bool):
     """So a reply may go on on a machine of another kind, and the model's version need not name the instruction set."""
-    rows = [Rows(ids(1, 40), 0, TABLE[:3], wanted=True), Rows(ids(2, 7), 0, TABLE[3:4], wanted=True)]
+    rows = [Rows(ids(1, 40), 0, TABLE[:3], BEST), Rows(ids(2, 7), 0, TABLE[3:4], BEST)]
     found = []
     for variant in VARIANTS:
         with kernel_model(files[kind], variant, precise=precise) as model:
             found.append(logits(model, *rows))
-            found.append(logits(model, Rows((5,), 40, TABLE[:3], wanted=True)))
+            found.append(logits(model, Rows((5,), 40, TABLE[:3], BEST)))
     for other in range(2, len(found)):
         assert np.array_equal(found[other], found[other % 2])
 
@@ -107,7 +107,7 @@ def test_a_row_is_the_same_whatever_is_beside_it(files, variant: Variant, kind: 
     rng = np.random.default_rng(3)
     prompt = ids(9, 90)
     with kernel_model(files[kind], variant, precise=precise, threads=threads, blocks=256) as model:
-        alone = logits(model, Rows(prompt, 0, tuple(range(6)), wanted=True))[0]
+        alone = logits(model, Rows(prompt, 0, tuple(range(6)), BEST))[0]
         for trial in range(12):
             table = tuple(int(block) for block in rng.permutation(np.arange(6, 40))[:6])
             at = int(rng.integers(0, 6)) * 16 if trial % 3 == 0 else 0
@@ -117,13 +117,16 @@ def test_a_row_is_the_same_whatever_is_beside_it(files, variant: Variant, kind: 
                 count = min(int(rng.choice([1, 2, 3, 5, 8, 16, 33, 90])), len(prompt) - at)
                 others = [
                     Rows(
-                        ids(100 + n, int(rng.choice([1, 1, 1, 4, 20]))), 0, (40 + 2 * n, 41 + 2 * n), wanted=n % 2 == 0
+                        ids(100 + n, int(rng.choice([1, 1, 1, 4, 20]))),
+                        0,
+                        (40 + 2 * n, 41 + 2 * n),
+                        BEST if n % 2 == 0 else None,
                     )
                     for n in range(int(rng.choice([0, 1, 3, 9, 40])))
                 ]
                 place = int(rng.integers(0, len(others) + 1))
-                others.insert(place, Rows(prompt[at : at + count], at, table, wanted=True))
-                found = logits(model, *others)[sum(rows.wanted for rows in others[:place])]
+                others.insert(place, Rows(prompt[at : at + count], at, table, BEST))
+                found = logits(model, *others)[sum(rows.draw is not None for rows in others[:place])]
                 at += count
             assert np.array_equal(found, alone)
 
@@ -131,7 +134,7 @@ def test_a_row_is_the_same_whatever_is_beside_it(files, variant: Variant, kind: 
 @each_variant
 def test_the_best_token_needs_no_logits(files, variant: Variant):
     """What is chosen without writing logits is their first maximum."""
-    rows = [Rows(ids(n, 1 + n), 0, (2 * n, 2 * n + 1), wanted=True) for n in range(17)]
+    rows = [Rows(ids(n, 1 + n), 0, (2 * n, 2 * n + 1), BEST) for n in range(17)]
     with kernel_model(files["Q8_0"], variant, threads=2) as model:
         best, none = model.forward(rows, logits=False)
         assert none is None
@@ -143,20 +146,20 @@ def test_what_stands_in_foreign_blocks_does_not_matter(files, variant: Variant):
     """Blocks full of another sequence's keys and values, larger than a half can hold, change nothing."""
     prompt = ids(4, 21)
     with kernel_model(files["Q4_1"], variant, blocks=8) as model:
-        alone = logits(model, Rows(prompt, 0, (0, 1), wanted=True))
+        alone = logits(model, Rows(prompt, 0, (0, 1), BEST))
         for block in range(8):
-            model.forward([Rows(ids(block, 16), 0, (block,), wanted=False)], logits=False)
-        assert np.array_equal(logits(model, Rows(prompt, 0, (5, 3), wanted=True)), alone)
+            model.forward([Rows(ids(block, 16), 0, (block,), None)], logits=False)
+        assert np.array_equal(logits(model, Rows(prompt, 0, (5, 3), BEST)), alone)
 
 
 BAD = {
-    "a token outside the vocabulary": Rows((VOCAB,), 0, (0,), wanted=True),
-    "a token below 0": Rows((-1,), 0, (0,), wanted=True),
-    "a block that does not exist": Rows((1,), 0, (64,), wanted=True),
-    "blocks that do not cover": Rows((1,) * 17, 0, (0,), wanted=True),
-    "a start below 0": Rows((1,), -1, (0,), wanted=True),
-    "past the context": Rows((1,), 512, tuple(range(33)), wanted=True),
-    "no rows": Rows((), 0, (0,), wanted=True),
+    "a token outside the vocabulary": Rows((VOCAB,), 0, (0,), BEST),
+    "a token below 0": Rows((-1,), 0, (0,), BEST),
+    "a block that does not exist": Rows((1,), 0, (64,), BEST),
+    "blocks that do not cover": Rows((1,) * 17, 0, (0,), BEST),
+    "a start below 0": Rows((1,), -1, (0,), BEST),
+    "past the context": Rows((1,), 512, tuple(range(33)), BEST),
+    "no rows": Rows((), 0, (0,), BEST),
 }
 
 
@@ -173,7 +176,7 @@ def test_a_closed_model_runs_nothing(files):
         model.close()
         model.close()
         with pytest.raises(RuntimeError, match="closed"):
-            model.forward([Rows((1,), 0, (0,), wanted=True)], logits=True)
+            model.forward([Rows((1,), 0, (0,), BEST)], logits=True)
 
 
 def test_closing_gives_the_memory_back(files):
@@ -186,7 +189,7 @@ def test_closing_gives_the_memory_back(files):
     for _ in range(20):
         with kernel_model(files["Q4_1"], VARIANTS[0], blocks=4096, threads=3) as model:
             for block in range(0, 4096, 64):  # touched, so that it counts
-                model.forward([Rows((1,), 0, (block,), wanted=False)], logits=False)
+                model.forward([Rows((1,), 0, (block,), None)], logits=False)
     assert resident_mb() - before < 100
 
 
@@ -269,3 +272,71 @@ def test_a_native_engine_never_imports_torch(files):
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert torch.__version__
+
+
+# --- drawing ----------------------------------------------------------------------------------------------
+
+
+def drawing_plan(prompts: list[tuple[int, ...]], samplings: list[Sampling], seed: int = 7) -> StepPlan:
+    chunks = tuple(
+        SeqChunk(str(at), 1, 0, prompt, (2 * at, 2 * at + 1), SampleParams(sampling, seed, at))
+        for at, (prompt, sampling) in enumerate(zip(prompts, samplings, strict=True))
+    )
+    return StepPlan(1, chunks)
+
+
+@pytest.mark.parametrize("fields", [{"temperature": 1.0}, {"temperature": 0.6}, {"temperature": 1.3, "min_p": 0.05}])
+def test_kernels_draw_as_the_sampler_does(files, fields: dict):
+    """The same place of the same distribution: token for token, but for sums that differ in their last bits."""
+    prompts = [ids(n, 1 + n % 20) for n in range(256)]
+    units = [(n + 0.5) / 256 for n in range(256)]
+    same = 0
+    with kernel_model(files["Q4_1"], VARIANTS[0], blocks=512) as model:
+        for first in range(0, 256, 64):
+            rows = [
+                Rows(prompts[n], 0, (2 * n, 2 * n + 1), Draw(fields["temperature"], fields.get("min_p", 0.0), units[n]))
+                for n in range(first, first + 64)
+            ]
+            drawn, logits = model.forward(rows, logits=True)
+            for row, token, place in zip(logits, drawn, units[first:], strict=False):
+                weights = np.exp((row.astype(np.float64) - row.max()) / fields["temperature"])
+                weights[weights < fields.get("min_p", 0.0)] = 0
+                cumulated = weights.cumsum()
+                wanted = int(np.searchsorted(cumulated, place * cumulated[-1], side="right"))
+                same += wanted == token
+                assert weights[token] > 0
+    assert same >= 254
+
+
+@each_variant
+@pytest.mark.parametrize("place", [0.0, 0.25, 0.999999, 1 - 2**-53])
+def test_a_draw_at_the_edges_is_a_token_of_weight(files, variant: Variant, place: float):
+    """The first and the last place of the distribution are tokens that min-p let live, on every instruction set alike."""
+    rows = [Rows(ids(n, 5), 0, (n,), Draw(1.0, 0.3, place)) for n in range(20)]
+    with kernel_model(files["Q8_0"], variant, threads=2) as model:
+        drawn, logits = model.forward(rows, logits=True)
+    for row, token in zip(logits, drawn, strict=True):
+        alive = np.flatnonzero(np.exp(row.astype(np.float64) - row.max()) >= 0.3)
+        assert token in alive
+        if place in (0.0, 1 - 2**-53):
+            assert token == alive[0 if place == 0.0 else -1]
+
+
+def test_a_mixed_batch_draws_each_row_as_alone(files, monkeypatch: pytest.MonkeyPatch):
+    """Rows drawn by the kernels and rows drawn by the sampler, side by side: each gets its own token."""
+    monkeypatch.setenv(kernels.CHOICE, VARIANTS[0].name)
+    runner = load_runner(EngineConfig(model_file=str(files["Q4_1"]), blocks=128), VOCAB, lambda *_: None)
+    kinds = [
+        GREEDY,
+        Sampling(temperature=1.0),
+        Sampling(temperature=0.9, top_k=7),
+        Sampling(temperature=0.8, min_p=0.1),
+        Sampling(temperature=0.0, logit_bias={5: 100.0}),
+        Sampling(temperature=1.0, top_p=0.5),
+    ]
+    samplings = [kinds[n % len(kinds)] for n in range(48)]
+    whole = drawing_plan([ids(n, 9) for n in range(48)], samplings)
+    together = runner.run(whole).sampled
+    assert together == [runner.run(StepPlan(1, (chunk,))).sampled[0] for chunk in whole.chunks]
+    assert together[4::6] == [5] * 8
+    assert len(set(together)) > 12

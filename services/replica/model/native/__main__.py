@@ -8,7 +8,6 @@ import platform
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 from services.replica.model.native.kernels import BUILT, COMMON_FLAGS, SOURCE, VARIANTS, Variant
 
@@ -19,13 +18,8 @@ def find_compiler() -> str | None:
     return next(filter(None, map(shutil.which, (os.environ.get("CXX", ""), "g++", "c++", "clang++"))), None)
 
 
-def stale(variant: Variant) -> bool:
-    sources = (*SOURCE.parent.glob("*.h"), SOURCE, Path(__file__), SOURCE.parent / "kernels.py")
-    return not variant.library.exists() or variant.library.stat().st_mtime < max(s.stat().st_mtime for s in sources)
-
-
 def start(compiler: str, variant: Variant) -> subprocess.Popen[str]:
-    """Compile to a name of its own, so that a running engine keeps the file it has."""
+    """Compile to a name of its own; the library appears whole or not at all."""
     part = variant.library.with_suffix(f".{os.getpid()}.part")
     command = [compiler, *COMMON_FLAGS, *variant.compile_flags, str(SOURCE), "-o", str(part)]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)  # noqa: S603 - our own command
@@ -50,11 +44,15 @@ def main() -> int:
         sys.stderr.write("no C++ compiler: the engine will run on plain torch. Install g++ and build again.\n")
         return 0
     on_x86 = platform.machine() in ("x86_64", "AMD64")
-    wanted = [variant for variant in VARIANTS if (on_x86 or not variant.compile_flags) and stale(variant)]
+    wanted = [variant for variant in VARIANTS if (on_x86 or not variant.compile_flags) and not variant.library.exists()]
     BUILT.mkdir(exist_ok=True)
     running = [(variant, start(compiler, variant)) for variant in wanted]
     built = [variant.name for variant, process in running if finish(variant, process)]
-    sys.stdout.write(f"native kernels built: {', '.join(built) or 'nothing new'}\n")
+    current = {variant.library for variant in VARIANTS}
+    for old in set(BUILT.glob("*.so")) - current:  # a running engine keeps the file it has
+        old.unlink(missing_ok=True)
+    if built:
+        sys.stdout.write(f"native kernels built: {', '.join(built)}\n")
     return 0
 
 

@@ -22,13 +22,19 @@ struct Chunk {  // rows [row, row + count) of one sequence, from position `start
   int32_t row, count, start, table;
 };
 
+struct Draw {  // how a wanted row's token is drawn; a temperature of 0 takes the best
+  float temperature, min_p;
+  double unit;  // [0, 1): where in the distribution
+};
+
 struct Step {
-  int32_t rows, chunks, wanted;
+  int32_t rows, chunks, wanted, draws;  // `draws`: any of them draws
   const int32_t* tokens;       // [rows]
   const Chunk* chunk;          // [chunks]
   const int32_t* tables;       // all block tables, one after another
   const int32_t* wanted_rows;  // [wanted]: rows whose next token is asked for
-  int32_t* best;               // [wanted]: the token with the highest logit, the first of equals
+  const Draw* draw;            // [wanted]
+  int32_t* drawn;              // [wanted]: the tokens; without a draw the best one, the first of equals
   float* logits;               // [wanted][vocab], or null
 };
 
@@ -74,15 +80,11 @@ class Model {
       desk.normed.need(FEW, s.hidden, passes());
       desk.best.need(size_t(step.wanted) * LANES), desk.where.need(size_t(step.wanted) * LANES);
     }
+    logits_ = step.logits;
+    if (step.draws && !logits_) own_logits_.need(size_t(step.wanted) * s.vocab), logits_ = own_logits_.data();
     plan_attention(step);
     tops_.assign(size_t(step.wanted) * head_tasks(), Top{});
     team.run([&](Team::Member& me) { work(step, me); });
-    for (int i = 0; i < step.wanted; i++) {
-      Top top{};
-      for (int t = 0; t < head_tasks(); t++)
-        if (const Top& other = tops_[size_t(i) * head_tasks() + t]; other.value > top.value) top = other;
-      step.best[i] = top.token;
-    }
   }
 
  private:
@@ -301,10 +303,53 @@ class Model {
       Team::share(head.panels, 2, i, tasks, from, to);
       for (int r = 0; r < n * LANES; r += LANES) store(desk.best.data() + r, all(-INFINITY));
       product(head, from, to, n > FEW ? normed_ : desk.normed, n, [&](int panel, int row, const vf* y) {
-        for (int p = 0; p < 2; p++) take_logits(step, row, (panel + p) * LANES, y[p], desk);
+        for (int p = 0; p < 2; p++) take_logits(row, (panel + p) * LANES, y[p], desk);
       });
       for (int r = 0; r < n; r++) tops_[size_t(r) * tasks + i] = top_of(desk, r);
     });
+    me.each(step.draws ? n : 1, [&](int i) {
+      for (int r = i; r < (step.draws ? i + 1 : n); r++) {
+        Top top{};
+        for (int t = 0; t < tasks; t++)
+          if (const Top& other = tops_[size_t(r) * tasks + t]; other.value > top.value) top = other;
+        const Draw& draw = step.draw[r];
+        step.drawn[r] = draw.temperature > 0 ? drawn(logits_ + size_t(r) * s.vocab, top.value, draw) : top.token;
+      }
+    });
+  }
+
+  // The first token where the weights up to it pass `unit` of their sum. Sixteen at a time, in order.
+  int drawn(float* row, float top, const Draw& draw) const {
+    const vf inverse = all(1.0f / draw.temperature), least = all(draw.min_p);
+    const auto weights = [&](int at) {
+      float some[LANES];
+      if (at + LANES > s.vocab)
+        for (int i = 0; i < LANES; i++) some[i] = at + i < s.vocab ? row[at + i] : -INFINITY;
+      const vf y = (load(at + LANES > s.vocab ? some : row + at) - all(top)) * inverse;
+      const vf w = choose(y > all(-87.0f), exponential(y), vf{});
+      return choose(least > w, vf{}, w);
+    };
+    double total = 0, before = 0;
+    for (int at = 0; at < s.vocab; at += LANES) total += sum(weights(at));
+    const double target = draw.unit * total;
+    int last = 0;  // of weight above 0
+    for (int at = 0; at < s.vocab; at += LANES) {
+      const vf w = weights(at);
+      const double whole = sum(w);
+      if (whole > 0) {
+        float some[LANES];
+        store(some, w);
+        double inside = before;
+        for (int i = 0; i < LANES && (before + whole > target || at + LANES >= s.vocab); i++) {
+          if (!(some[i] > 0)) continue;
+          last = at + i, inside += some[i];
+          if (inside > target) return last;
+        }
+        if (before + whole > target) return last;  // the lanes' order of addition fell short of their sum by a bit
+      }
+      before += whole;
+    }
+    return last;
   }
 
   void normalise_wanted(const Step& step, int r, Rows& to, Desk& desk) {
@@ -312,15 +357,15 @@ class Model {
     quantise(desk.row.data(), to, r, 0, s.hidden / BLOCK);
   }
 
-  void take_logits(const Step& step, int row, int column, vf y, Desk& desk) {
+  void take_logits(int row, int column, vf y, Desk& desk) {
     const int left = s.vocab - column;
     if (left < LANES) y = choose(lanes() > all(float(left) - 0.5f), all(-INFINITY), y);
     float *best = desk.best.data() + row * LANES, *where = desk.where.data() + row * LANES;
     const auto better = y > load(best);
     store(best, choose(better, y, load(best)));
     store(where, choose(better, all(float(column / LANES)), load(where)));
-    if (!step.logits || left <= 0) return;
-    float* at = step.logits + size_t(row) * s.vocab + column;
+    if (!logits_ || left <= 0) return;
+    float* at = logits_ + size_t(row) * s.vocab + column;
     if (left >= LANES) return store(at, y);
     float some[LANES];
     store(some, y);
@@ -339,7 +384,8 @@ class Model {
   }
 
   Cache cache_;
-  Buffer<float> turns_, x_, qkv_, active_;
+  Buffer<float> turns_, x_, qkv_, active_, own_logits_;
+  float* logits_ = nullptr;  // of this step
   Rows normed_, mixed_rows_, active_rows_;
   std::vector<Desk> desks_;
   std::vector<Piece> pieces_;

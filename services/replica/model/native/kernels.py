@@ -4,9 +4,11 @@ Arguments are checked here, because the library does not. ctypes lets go of the 
 """
 
 import ctypes
+import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +25,14 @@ COMMON_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-shared", "-ffp-contract=off", "-
 CHOICE = "CHORUS_KERNELS"  # a variant's name, or "none"; unset: the best that this processor runs
 
 
+@cache
+def source_hash() -> str:
+    digest = hashlib.sha256(" ".join(COMMON_FLAGS).encode())
+    for path in (*sorted(SOURCE.parent.glob("*.h")), SOURCE):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()[:12]
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
     """An instruction set: what the compiler is told, and what a processor must have (as /proc/cpuinfo names it)."""
@@ -33,7 +43,8 @@ class Variant:
 
     @property
     def library(self) -> Path:
-        return BUILT / f"{self.name}.so"
+        """Named after the sources too: one that was built from others is not found, rather than called wrongly."""
+        return BUILT / f"{self.name}-{source_hash()}.so"
 
 
 _AVX2 = ("avx2", "fma", "f16c")
@@ -110,9 +121,12 @@ class _Shape(ctypes.Structure):
 
 class _Step(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_int32) for name in ("rows", "chunks", "wanted")),
-        *((name, ctypes.c_void_p) for name in ("tokens", "chunk", "tables", "wanted_rows", "best", "logits")),
+        *((name, ctypes.c_int32) for name in ("rows", "chunks", "wanted", "draws")),
+        *((name, ctypes.c_void_p) for name in ("tokens", "chunk", "tables", "wanted_rows", "draw", "drawn", "logits")),
     )
+
+
+_DRAW = np.dtype([("temperature", np.float32), ("min_p", np.float32), ("unit", np.float64)])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,13 +157,28 @@ class KernelShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Draw:
+    """The whole vocabulary is in play, but for tokens less than `min_p` times as likely as the best.
+
+    `unit` in [0, 1) says where in the distribution the token lies. A temperature of 0 takes the best.
+    """
+
+    temperature: float
+    min_p: float = 0.0
+    unit: float = 0.0
+
+
+BEST = Draw(0.0)
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """One sequence's rows in a step: token ids from position `start` on, and its block table."""
 
     ids: Sequence[int]
     start: int
     blocks: Sequence[int]
-    wanted: bool  # the last row's next token is asked for
+    draw: Draw | None  # how the token after the last row is drawn; None: it is not asked for
 
 
 class KernelModel:
@@ -193,13 +222,14 @@ class KernelModel:
         self._library.chorus_vector(self._model, layer, _VECTORS.index(place), held.ctypes.data, held.size)
 
     def forward(self, rows: Sequence[Rows], *, logits: bool) -> tuple[NDArray[np.int32], NDArray[np.float32] | None]:
-        """Compute the rows, write their keys and values -> (best token, logits [wanted, vocab] if asked for)."""
+        """Compute the rows, write their keys and values -> (tokens drawn, their logits [drawn, vocab] if asked for)."""
         if self._model is None:
             raise RuntimeError("the model was closed")
         tokens: list[int] = []
         chunks: list[int] = []
         tables: list[int] = []
         wanted: list[int] = []
+        draws: list[tuple[float, float, float]] = []
         for part in rows:
             chunks += (len(tokens), len(part.ids), part.start, len(tables))
             tokens += part.ids
@@ -208,22 +238,24 @@ class KernelModel:
                 raise ValueError("a sequence's blocks do not cover its tokens")
             if part.start + len(part.ids) > self.shape.context:
                 raise ValueError("a sequence is longer than the context")
-            if part.wanted:
+            if part.draw is not None:
                 wanted.append(len(tokens) - 1)
+                draws.append((part.draw.temperature, part.draw.min_p, part.draw.unit))
         ids, table = _numbers(tokens, self.shape.vocab), _numbers(tables, self.shape.blocks)
         chunk, last = np.array(chunks, np.int32), np.array(wanted, np.int32)
-        best = np.empty(len(wanted), np.int32)
+        draw, drawn = np.array(draws, _DRAW), np.empty(len(wanted), np.int32)
         out = np.empty((len(wanted), self.shape.vocab), np.float32) if logits and wanted else None
         step = _Step(
             len(tokens),
             len(rows),
             len(wanted),
-            *(array.ctypes.data for array in (ids, chunk, table, last, best)),
+            any(temperature > 0 for temperature, *_ in draws),
+            *(array.ctypes.data for array in (ids, chunk, table, last, draw, drawn)),
             None if out is None else out.ctypes.data,
         )
         if self._library.chorus_forward(self._model, ctypes.byref(step)):
             raise EngineError("the native kernels found no memory for a step")
-        return best, out
+        return drawn, out
 
     def close(self) -> None:
         """Idempotent."""
