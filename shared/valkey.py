@@ -68,7 +68,7 @@ class Valkey:
         answers = await self._round_trip(commands)
         for answer in answers:
             if isinstance(answer, RedisError):
-                raise self._failed(answer)
+                raise await self._failed(answer)
         self._answered()
         return answers
 
@@ -78,18 +78,22 @@ class Valkey:
         answers = await self._round_trip(by_digest)
         unknown = [at for at, answer in enumerate(answers) if isinstance(answer, NoScriptError)]
         if unknown:
+            self._answered()  # it is there: the second try must not be held back
             whole = [("EVAL", script.text, *by_digest[at][2:]) for at in unknown]
             for at, answer in zip(unknown, await self._round_trip(whole), strict=True):
                 answers[at] = answer
         for answer in answers:
             if isinstance(answer, RedisError):
-                raise self._failed(answer)
+                raise await self._failed(answer)
         self._answered()
         return answers
 
     async def close(self) -> None:
         """Calls in flight still get their answers; new ones are away."""
         self._closed = True
+        await self._drop_idle()
+
+    async def _drop_idle(self) -> None:
         while self._idle:
             await self._idle.pop().disconnect(nowait=True)
 
@@ -108,10 +112,10 @@ class Valkey:
         except TimeoutError as error:
             self._silent += 1
             if self._silent >= _SILENT_MAX:
-                raise self._failed(error) from error
+                raise await self._failed(error) from error
             raise ValkeyAwayError("Valkey did not answer in time") from error
         except (OSError, RedisError) as error:
-            raise self._failed(error) from error
+            raise await self._failed(error) from error
 
     async def _exchange(self, commands: Sequence[Command]) -> list[Any]:
         """Errors that are answers are returned; what leaves answers unread closes the connection."""
@@ -137,12 +141,14 @@ class Valkey:
 
     # --- whether it is there ---------------------------------------------------------------------------------
 
-    def _failed(self, error: Exception) -> ValkeyAwayError:
+    async def _failed(self, error: Exception) -> ValkeyAwayError:
+        """The other idle connections are most likely of the same server that is gone."""
         why = f"{type(error).__name__}: {error}"
         self._try_again_s = clock.now_s() + VALKEY_AWAY_S
         if not self.away:
             self.away = True
             self._tell(why)
+        await self._drop_idle()
         return ValkeyAwayError(why)
 
     def _answered(self) -> None:
