@@ -23,8 +23,10 @@ async def delayed(host: str, port: int, delay_s: float) -> AsyncIterator[int]:
         task = asyncio.current_task()
         assert task is not None
         tasks.add(task)
+        writers = [writer]
         try:
             far_reader, far_writer = await asyncio.open_connection(host, port)
+            writers.append(far_writer)
             async with asyncio.TaskGroup() as group:
                 group.create_task(pump(reader, far_writer))
                 group.create_task(pump(far_reader, writer))
@@ -32,7 +34,8 @@ async def delayed(host: str, port: int, delay_s: float) -> AsyncIterator[int]:
             pass
         finally:
             tasks.discard(task)
-            writer.close()
+            for each in writers:
+                each.close()
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     try:
@@ -42,3 +45,4 @@ async def delayed(host: str, port: int, delay_s: float) -> AsyncIterator[int]:
         for task in list(tasks):
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await asyncio.sleep(0)  # closed transports say goodbye
