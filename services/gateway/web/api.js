@@ -1,6 +1,7 @@
 // The gateway's doors, as the page uses them. Every failure is an ApiError with a sentence for a person.
 import { readEvents } from "./sse.js";
 
+const SAMPLING = { temperature: 0.3, top_p: 0.9 }; // small models wander at the API's defaults
 const ANSWER_MS = 20_000; // for answers that are no stream
 const PAGE = 100;
 const PAGES_MAX = 20; // of one conversation's items
@@ -82,7 +83,7 @@ export class Api {
 
   /** Starts a reply. The idempotency key makes a repeated send attach to the reply already being written. */
   send({ conversation, follows, model, text, sendKey, signal }) {
-    const body = { model, input: text, stream: true, conversation, branch_from: follows ?? "root" };
+    const body = { model, input: text, stream: true, conversation, branch_from: follows ?? "root", ...SAMPLING };
     return this.#events("POST", "/v1/responses", { body, signal, headers: { "Idempotency-Key": sendKey } });
   }
 

@@ -131,20 +131,20 @@ export class Chats {
     return this.send(text, model, message.parent);
   }
 
-  /** Another reply to `message`; a message that never reached the server is sent again instead. */
+  /** Another reply to `message`; a reply that never reached the server is asked for again in its place. */
   regenerate(message, model) {
+    const last = message.children.at(-1);
+    if (isOver(last.reply) && !last.reply.id) return this.again(last, model);
     this.#room();
-    const known = message.children.find((node) => node.reply?.id)?.reply.id;
-    if (!known && !this.#followers.has(message.children.at(-1))) return this.again(message.children.at(-1), model);
-    const node = this.tree.regenerate(message);
-    return this.#write(this.tree, node, model, crypto.randomUUID(), () => message.children.find((each) => each.reply?.id)?.reply.id);
+    return this.#write(this.tree, this.tree.regenerate(message), model, crypto.randomUUID());
   }
 
   /** A reply that failed, once more: in its place when the server never had it. */
   again(node, model) {
     if (node.reply.id) return this.regenerate(node.parent, model);
+    this.#room();
     node.reply = newReply();
-    return this.#write(this.tree, node, model, node.sendKey ?? crypto.randomUUID());
+    return this.#write(this.tree, node, model, node.sendKey);
   }
 
   stop() {
@@ -203,30 +203,30 @@ export class Chats {
     }
   }
 
-  /** Sends the message of `node`, or with `again()` (a known reply's id) asks for another reply to it. */
-  #write(tree, node, model, sendKey, again = null) {
+  /** Asks for the reply of `node`: with its message, or when that is known already, for another reply to it. */
+  #write(tree, node, model, sendKey) {
     node.sendKey = sendKey;
-    const turn = (tree.turn ?? Promise.resolve()).catch(() => {}); // one after the other, so that the newest press is the newest reply
+    const turn = tree.turn ?? Promise.resolve(); // one after the other, so that the newest press is the newest reply
     let known;
     tree.turn = new Promise((resolve) => (known = resolve));
-    const start = (signal, follower) => this.#start({ tree, node, model, sendKey, again, turn, signal, follower });
+    const start = (signal, follower) => this.#start({ tree, node, model, sendKey, turn, signal, follower });
     this.#follow(tree, node, start, known);
     this.changed("thread");
     return node;
   }
 
-  async *#start({ tree, node, model, sendKey, again, turn, signal, follower }) {
+  async *#start({ tree, node, model, sendKey, turn, signal, follower }) {
     await turn;
-    if (follower.stopping) return void (node.reply = stopped(node.reply));
-    const text = node.parent.text;
-    const follows = tree.known(node.parent.parent);
-    if (!again) this.#pend({ conversation: tree.id, text, follows, model, sendKey });
-    if (!tree.id) await this.#create(tree, text);
-    if (!again) this.#pend({ conversation: tree.id, text, follows, model, sendKey });
-    const replyId = again?.();
-    yield* replyId
-      ? this.api.regenerate({ conversation: tree.id, replyId, model, sendKey, signal })
-      : this.api.send({ conversation: tree.id, follows, model, text, sendKey, signal });
+    if (follower.stopping) return void (node.reply = stopped(node.reply)); // nobody has heard of it yet
+    const message = node.parent;
+    const replyId = message.children.find((other) => other !== node && other.reply.id)?.reply.id;
+    if (replyId) return yield* this.api.regenerate({ conversation: tree.id, replyId, model, sendKey, signal });
+    const follows = tree.known(message.parent);
+    const pend = () => this.#pend({ conversation: tree.id, text: message.text, follows, model, sendKey });
+    pend();
+    if (!tree.id) await this.#create(tree, message.text);
+    pend();
+    yield* this.api.send({ conversation: tree.id, follows, model, text: message.text, sendKey, signal });
   }
 
   async #create(tree, text) {

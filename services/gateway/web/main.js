@@ -1,9 +1,8 @@
 // The page: wires what a person does to the chats, and what the chats say to the screen.
-import { Api, ApiError } from "./api.js";
+import { Api } from "./api.js";
 import { Chats } from "./chats.js";
 import { askRemove, askTitle, showKeys } from "./dialogs.js";
 import { icon, make } from "./dom.js";
-import { isOver } from "./reply.js";
 import { Announcer } from "./say.js";
 import { Sidebar } from "./sidebar.js";
 import { fit, stickToEnd, Thread } from "./thread.js";
@@ -11,18 +10,19 @@ import { fit, stickToEnd, Thread } from "./thread.js";
 const KEY_PLACE = "chorus.key";
 const MODEL_PLACE = "chorus.model";
 const LOOK_MS = 20_000; // how often a page that is looked at asks what other devices did
-const IDEAS = ["Give three tips for sleeping well.", "Explain rain to a child.", "Name the capital city of France.", "Write a haiku about the sea."];
+const IDEAS = ["Give three tips for sleeping well.", "How do I make a good cup of tea?", "Write a Python function that adds two numbers.", "Name the capital city of France."];
 const THEMES = { null: ["auto", "Theme: as the system"], light: ["sun", "Theme: light"], dark: ["moon", "Theme: dark"] };
 const $ = (id) => document.getElementById(id);
 
+const channel = "BroadcastChannel" in window ? new BroadcastChannel("chorus") : null;
 let chats = null;
 const announcer = new Announcer($("said"));
 const scrollToEnd = stickToEnd($("scroll"), (away) => ($("latest").hidden = !away));
 const thread = new Thread($("talk"), {
   choose: (node) => chats.choose(node),
-  edit: (node, text) => attempt(() => written(chats.edit(node, text, $("model").value))),
-  regenerate: (message) => attempt(() => written(chats.regenerate(message, $("model").value))),
-  again: (node) => attempt(() => written(chats.again(node, $("model").value))),
+  edit: (node, text) => attempt(() => written(chats.edit(node, text, model()))),
+  regenerate: (message) => attempt(() => written(chats.regenerate(message, model()))),
+  again: (node) => attempt(() => written(chats.again(node, model()))),
 });
 const sidebar = new Sidebar({
   side: $("side"),
@@ -115,11 +115,14 @@ function send(event) {
   const text = $("text").value.trim();
   if (!text || !chats) return;
   attempt(() => {
-    written(chats.send(text, $("model").value));
+    written(chats.send(text, model()));
     $("text").value = "";
     typed();
   });
 }
+
+/** The model that was chosen; undefined (the server's default) while the list is on its way. */
+const model = () => $("model").value || undefined;
 
 function written() {
   scrollToEnd(true);
@@ -130,6 +133,7 @@ function typed() {
   $("send").disabled = !$("text").value.trim();
 }
 
+/** Opens what the address names. */
 async function go() {
   const id = /^#\/(conv_\w+)$/.exec(location.hash)?.[1] ?? null;
   if (id !== null && id === chats.tree.id) return;
@@ -141,8 +145,9 @@ async function go() {
     for (const node of chats.tree.path()) if (node.reply) announcer.skip(node);
     scrollToEnd(true);
   } catch (error) {
-    status(error.status === 404 ? "This chat is not there any more." : error.message);
-    if (error.status === 404) newChat();
+    if (error.status !== 404) throw error;
+    newChat();
+    status("This chat is not there any more.");
   }
 }
 
@@ -230,8 +235,7 @@ function wire() {
   $("model").addEventListener("change", () => localStorage.setItem(MODEL_PLACE, $("model").value));
   $("ideas").replaceChildren(...IDEAS.map((idea) => make("li", {}, make("button", { type: "button", onclick: () => (($("text").value = idea), send()) }, idea))));
   addEventListener("keydown", onKey);
-  addEventListener("hashchange", () => chats && go());
-  addEventListener("popstate", () => chats && go());
+  addEventListener("popstate", () => chats && attempt(go)); // also when only the part after the # changes
   addEventListener("click", (event) => $("menu").contains(event.target) || ($("menu").open = false));
   const look = () => chats && !document.hidden && navigator.onLine && !chats.current && chats.refresh().catch(() => {});
   document.addEventListener("visibilitychange", look);
@@ -277,18 +281,16 @@ async function begin() {
   $("forget").hidden = !key;
   if (!key) return askKey(false);
   const api = new Api(key);
-  try {
-    showModels(await api.models());
-  } catch (error) {
-    if (!(error instanceof ApiError) || error.status !== 401) return status(`${error.message} Reload the page to try again.`);
-    localStorage.removeItem(KEY_PLACE);
-    return askKey(true);
-  }
-  const channel = "BroadcastChannel" in window ? new BroadcastChannel("chorus") : null;
   chats = new Chats({ api, storage: sessionStorage, channel, changed: (what, node) => CHANGES[what](node) });
-  await Promise.all([attempt(() => chats.find()), go()]);
-  showThread();
-  attempt(() => chats.resumePending());
+  try {
+    await Promise.all([api.models().then(showModels), chats.find(), go()]);
+    chats.resumePending();
+  } catch (error) {
+    if (error.status !== 401) return status(`${error.message} Reload the page to try again.`);
+    chats = null;
+    localStorage.removeItem(KEY_PLACE);
+    askKey(true);
+  }
 }
 
 wire();

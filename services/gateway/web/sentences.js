@@ -3,7 +3,7 @@
 // A sentence ends at its mark before white space, or where a line ends; a lone number ("1.") is no sentence.
 const END = /(?:[.!?…。！？]["'”’)\]]*(?=\s)|[。！？]|\n)/g;
 const NUMBER = /(?:^|\s)\d+\.$/;
-const MARKS = /^\s{0,3}(?:#{1,6}\s+|>\s?|[-*+]\s+|```.*$)|[*_`~]{1,3}|\|/gm;
+const MARKS = /^[ \t|:-]*--[ \t|:-]*$|^\s{0,3}(?:#{1,6}\s+|>\s?|[-*+]\s+|```.*$)|[*_`~]{1,3}|\|/gm;
 const LINK = /!?\[([^\]]*)\]\([^)\s]*\)/g;
 
 /** What Markdown's marks leave when it is read out. */

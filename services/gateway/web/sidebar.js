@@ -24,7 +24,8 @@ export class Sidebar {
 
   /** Shows `chats`' list; rebuilt only where it changed, so that the focus stays. */
   update(chats) {
-    const rows = grouped(chats.list, Date.now() / 1000).flatMap(([name, entries]) => [
+    const list = chats.list.filter((entry) => entry.title || entry.head || entry.id === chats.tree.id); // not the empty ones
+    const rows = grouped(list, Date.now() / 1000).flatMap(([name, entries]) => [
       make("p.age", { "aria-hidden": "true" }, name),
       make("ul", { "aria-label": name }, ...entries.map((entry) => row(entry, chats))),
     ]);

@@ -20,6 +20,7 @@ test("numbers of a list and points inside words end no sentence", () => {
 test("marks are not read out", () => {
   const heard = new Sentences();
   assert.equal(heard.take("## Tips\n- **Rest** with [care](https://a.org).\n"), "Tips Rest with care.");
+  assert.equal(heard.take("## Tips\n- **Rest** with [care](https://a.org).\n| Age | Hours |\n|---|--:|\n| 18 | 7 |\n"), "Age Hours 18 7");
 });
 
 test("however a text is cut, all of it is heard in order", () => {
