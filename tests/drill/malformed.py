@@ -177,8 +177,15 @@ def malformed(system: System, *, count: int = 20_000, streams: int = 6) -> Repor
     return report
 
 
+_COUNTED = {  # where a message that makes no sense is counted, if not as undecodable
+    "conversation": ("chorus_refusals_total", "chorus_archive_poison_total"),
+    "usage": ("chorus_usage_records_total",),
+}
+
+
 def _undecodable(system: System, kind: str) -> float:
-    return total(system, kind, f"chorus_{kind}_undecodable_total")
+    names = _COUNTED.get(kind, (f"chorus_{kind}_undecodable_total",))
+    return sum(total(system, kind, name) for name in names)
 
 
 def last_fault(data: Path) -> str:
