@@ -188,6 +188,7 @@ class _Protocol(web.RequestHandler):
         response = _problem(
             problem_of_status(status, said or _SENTENCES.get(status, "Something went wrong on our side."))
         )
+        response.headers[REQUEST_ID] = f"req_{clock.random_token()}"
         response.force_close()
         return response
 
@@ -205,6 +206,7 @@ async def listen(stack: AsyncExitStack, app: web.Application, host: str, port: i
         "access_log": None,  # one `stream_closed` line says more
         "max_line_size": HEADER_BYTES_MAX,
         "max_field_size": HEADER_BYTES_MAX,
+        "auto_decompress": False,  # a body that is not plain is refused as it is
     }
 
     connections = _Connections(_room_for_connections())

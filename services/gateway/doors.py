@@ -64,7 +64,10 @@ class Demand:
         self.http, self.principal, self.request_id, self.asked_s = request, principal, request_id, asked_s
 
     async def body(self) -> bytes:
-        """Raises ProblemError 408 when it does not come in time; aiohttp's own 413 when it is too large."""
+        """Raises ProblemError 408 when it does not come in time, 415 when it is not plain; aiohttp's own 413."""
+        encoding = self.headers.get("Content-Encoding", "identity")
+        if encoding.strip().lower() not in ("", "identity"):
+            raise ProblemError(problem_of_status(415, "The body must be plain: send it without Content-Encoding."))
         try:
             async with asyncio.timeout(BODY_READ_S):
                 return await self.http.read()

@@ -119,6 +119,7 @@ _OF_STATUS = {
     404: ("invalid_request_error", "not_found"),
     405: ("invalid_request_error", "method_not_allowed"),
     413: ("invalid_request_error", "request_too_large"),
+    415: ("invalid_request_error", "unsupported_encoding"),
     431: ("invalid_request_error", "headers_too_large"),
     503: ("server_error", "unavailable"),
 }

@@ -102,17 +102,21 @@ class World:
         made = ConversationSettings(
             name=name, catalog=Path("unused"), postgres_url=Secret(self.url), log_shards=2, **settings
         )
-        log: Any = structlog.wrap_logger(
-            structlog.PrintLogger(), processors=[self._keep], wrapper_class=structlog.BoundLogger
-        )
         pool = await open_pool(self.url, name=name, stack=self.stack)
         self.metrics = Metrics()
-        service = compose(made, CATALOG, bus=self.server.bus(), pool=pool, metrics=self.metrics, log=log)
+        service = compose(made, CATALOG, bus=self.server.bus(), pool=pool, metrics=self.metrics, log=self.log)
         await service.start()
         task = asyncio.create_task(service.run())
         self.stack.push_async_callback(_ended, task)
         self.services.append(service)
         return service
+
+    @property
+    def log(self) -> Any:
+        """Keeps every line."""
+        return structlog.wrap_logger(
+            structlog.PrintLogger(), processors=[self._keep], wrapper_class=structlog.BoundLogger
+        )
 
     def _keep(self, _: Any, level: str, event: dict[str, Any]) -> str:
         self.lines.append({"level": level, **event})

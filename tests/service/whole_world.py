@@ -21,7 +21,7 @@ from shared import clock
 from shared.errors import LogGoneError, TokenLogError, WrongLastSequenceError
 from shared.log_store import LogStore
 from shared.storage import borrow
-from shared.telemetry import Metrics, configure_logging
+from shared.telemetry import Metrics
 from shared.tiers import Tier
 from tests.service.conversation_world import CATALOG, NAMES, World, a_world
 
@@ -38,7 +38,7 @@ class Whole:
         self._written: set[str] = set()
 
     async def start(self, **gateway: Any) -> None:
-        world, log = self.world, configure_logging("test", "test", "critical")
+        world, log = self.world, self.world.log
         relay = RelayService(
             RelaySettings(name="relay-1"), bus := world.server.bus(), LogStore(bus, NAMES), Metrics(), log
         )
