@@ -43,6 +43,15 @@ test("a reply that is being followed is not overwritten by a list that is older"
   assert.deepEqual(tree.running(), [reply]);
 });
 
+test("an end that was seen is not undone by a list that is older", () => {
+  const tree = new Tree("conv_1");
+  const reply = tree.send(tree.root, "hi");
+  named(reply, "resp_a");
+  reply.reply = fold(reply.reply, { type: "response.completed", sequence_number: 9000, response: { id: "resp_a", status: "completed" } });
+  tree.merge([said("m1", null, "hi", "resp_a"), wrote("resp_a", "m1", "", { status: "in_progress", end_reason: null })]);
+  assert.deepEqual(tree.running(), []);
+});
+
 test("an edited message stands beside the old one, under the same reply", () => {
   const tree = new Tree("conv_1");
   tree.merge([said("m1", null, "hi", "resp_a"), wrote("resp_a", "m1", "A"), said("m2", itemOf("resp_a"), "two", "resp_b"), wrote("resp_b", "m2", "B")]);
