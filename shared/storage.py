@@ -62,12 +62,20 @@ async def open_pool(dsn: str, *, name: str, stack: AsyncExitStack, size_max: int
             max_size=size_max,
             timeout=STORE_CONNECT_S,
             command_timeout=STORE_COMMAND_S,
+            reset=_keep_session,
             server_settings={"application_name": f"chorus-{name}"},
         )
     except (ValueError, asyncpg.InterfaceError) as error:
         raise ConfigError(f"the PostgreSQL address cannot be read: {type(error).__name__}. Check it.") from error
     stack.push_async_callback(_close, pool)
     return pool
+
+
+async def _keep_session(_: Connection) -> None:
+    """Nothing to undo: no caller changes its session, and the driver rolls an open transaction back by itself.
+
+    The default asks the server to reset everything each time: a round trip for every call.
+    """
 
 
 async def _close(pool: Pool) -> None:
