@@ -108,6 +108,8 @@ CONVERSATION_ITEMS_MAX = 20  # given when a conversation is made
 CONVERSATION_REPLIES_MAX = 10_000  # past it: start another one
 CONVERSATIONS_SEARCHED_MAX = 1_000  # the newest of a user
 SEARCH_CHARS_MAX = 200
+HISTORY_CACHE_S = 1800.0  # a conversation that nobody continues is read from its rows after this
+HISTORY_CACHE_BYTES_MAX = 1 * MIB  # longer ones are always read from their rows
 PAGE_MAX = 100  # entries of one list answer
 PAGE_BYTES_MAX = 512 * KIB  # words in one list answer; what is more comes with the next
 
@@ -238,6 +240,7 @@ assert SAFETY_PHRASE_CHARS_MAX * 3 < SAFETY_OVERLAP_CHARS, "a phrase cut by one 
 assert STORE_ACQUIRE_S + STORE_COMMAND_S < ARCHIVE_ACK_WAIT_S, "a write in hand must not be handed to another"
 assert QUOTA_LEASE_S > REQUEST_DEADLINE_S + DEADLINE_GRACE_S, "a reply that runs must not get its tokens back"
 assert QUOTA_KEEP_S > QUOTA_LEASE_S
+assert HISTORY_CACHE_S > 10 * REQUEST_TIMEOUT_S, "the mark of what was taken back must outlive whoever read before"
 assert IN_FLIGHT_RENEW_S * 2 < IN_FLIGHT_LEASE_S, "one lost renewal must not free a running request's place"
 assert FRAME_BYTES_MAX * 2 < PAYLOAD_BYTES_MAX, "a frame and its envelope must fit a bus message"
 assert SNAPSHOT_BLOCKS_MAX * 16 < PAYLOAD_BYTES_MAX

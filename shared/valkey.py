@@ -72,7 +72,9 @@ class Valkey:
         self._answered()
         return answers
 
-    async def run(self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[str | int]]]) -> list[Any]:
+    async def run(
+        self, script: Script, calls: Sequence[tuple[Sequence[str], Sequence[str | int | bytes]]]
+    ) -> list[Any]:
         """One answer per (keys, arguments); a server that knows no such script is sent it. Raises ValkeyAwayError."""
         by_digest = [("EVALSHA", script.digest, len(keys), *keys, *arguments) for keys, arguments in calls]
         answers = await self._round_trip(by_digest)

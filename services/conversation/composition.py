@@ -9,6 +9,7 @@ from services.conversation.conversation_verbs import ConversationVerbs
 from services.conversation.conversations import Conversations
 from services.conversation.figures import Figures
 from services.conversation.guards import Guards
+from services.conversation.history_cache import HistoryCache
 from services.conversation.input_check import InputCheck
 from services.conversation.marks import QueuedMarks
 from services.conversation.prompts import load_models
@@ -52,6 +53,7 @@ def compose(
     queueing, shards = Queueing(bus, logs), Shards(bus, names, settings.log_shards)
     valkey = _valkey(settings, figures, journal)
     quota_store = None if valkey is None else QuotaStore(valkey, settings.region)
+    cache = HistoryCache(valkey, settings.region, figures)
     quotas = Quotas(quota_store, catalog, settings.tokens_per_min, figures)
     archive = Archive(store=store, quotas=quotas, bus=bus, journal=journal, figures=figures, log=log)
     marks = QueuedMarks(store, log)
@@ -62,7 +64,7 @@ def compose(
         models=models,
         store=store,
         logs=logs,
-        contexts=Contexts(store, logs),
+        contexts=Contexts(store, logs, cache),
         conversations=Conversations(name=name, names=names, store=lines, logs=logs, bus=bus, journal=journal),
         check=InputCheck(bus, names, journal, figures, fail_open=settings.safety_fail_open),
         quotas=quotas,
@@ -96,6 +98,7 @@ def compose(
         bus=bus,
         archive=archive,
         journal=journal,
+        cache=cache,
         log_shards=settings.log_shards,
     )
     conversations = ConversationVerbs(
@@ -105,6 +108,7 @@ def compose(
         model=models[catalog.default.id],
         stop=verbs.stop,
         send=sender.send,
+        cache=cache,
         journal=journal,
     )
     return ConversationService(

@@ -11,6 +11,7 @@ from services.conversation.assembly import (
     assemble,
     budget,
 )
+from services.conversation.history_cache import HistoryCache, HistoryName
 from services.conversation.prompts import PromptModel
 from services.conversation.replies import State
 from services.conversation.rows import EncodedItem, Turn
@@ -36,19 +37,25 @@ class MessageContext:
     budget: int  # most output tokens
     turns_dropped: int
     line_version: int = 0  # of its conversation
+    history: HistoryName | None = None  # the same history for another model
 
 
 class Contexts:
-    def __init__(self, store: Store, logs: LogStore) -> None:
-        self._store, self._logs = store, logs
+    def __init__(self, store: Store, logs: LogStore, cache: HistoryCache) -> None:
+        self._store, self._logs, self._cache = store, logs, cache
 
-    async def of(self, message: SendMessage, model: PromptModel, parent_id: str | None) -> MessageContext:
-        """`parent_id` is the last turn of its history. Raises RefusedError: NOT_FOUND, PROMPT_TOO_LONG, BAD_REQUEST."""
+    async def of(
+        self, message: SendMessage, model: PromptModel, parent_id: str | None, name: HistoryName | None = None
+    ) -> MessageContext:
+        """`parent_id` is the last turn of its history, `name` the history's in the cache.
+
+        Raises RefusedError: NOT_FOUND, PROMPT_TOO_LONG, BAD_REQUEST.
+        """
         card, echo = model.card, message.echo
         room = budget(card.context_tokens, card.output_tokens_max, echo.max_output_tokens)
         items = await encode_items(message.items, model)
         instructions = [] if echo.instructions is None else [Piece("system", await model.encode(echo.instructions))]
-        turns = await self._turns(message, parent_id, room.history_max)
+        turns = await self._turns(message, parent_id, room.history_max, name)
         history = [await turn_pieces(turn, model) for turn in turns]
         try:
             context = assemble(
@@ -71,10 +78,21 @@ class Contexts:
             ) from None
         return MessageContext(parent_id, context.ids, items, room.output(len(context.ids)), context.turns_dropped)
 
-    async def _turns(self, message: SendMessage, last_id: str | None, tokens_max: int) -> list[Turn]:
+    async def _turns(
+        self, message: SendMessage, last_id: str | None, tokens_max: int, name: HistoryName | None
+    ) -> list[Turn]:
         if last_id is None:
             return []
-        turns = await self._store.history(message.principal, last_id, tokens_max)
+        known = None if name is None else await self._cache.get(name, tokens_max)
+        if known is not None and known.last_id == last_id:
+            return known.turns
+        turns = None
+        if known is not None:
+            turns = await self._store.history_since(message.principal, last_id, known.last_id)
+        if turns is not None and known is not None:
+            turns = [*known.turns, *turns]
+        else:
+            turns = await self._store.history(message.principal, last_id, tokens_max)
         if turns is None:
             raise RefusedError(
                 Refusal(
@@ -83,7 +101,10 @@ class Contexts:
                     param="previous_response_id",
                 )
             )
-        return [turn if turn.state is State.ENDED else await self._settled(turn) for turn in turns]
+        settled = [turn if turn.state is State.ENDED else await self._settled(turn) for turn in turns]
+        if name is not None:
+            await self._cache.remember(name, last_id, tokens_max, settled)
+        return settled
 
     async def _settled(self, turn: Turn) -> Turn:
         """A turn whose end has not been archived, from its log: the text before `end` is the reply."""

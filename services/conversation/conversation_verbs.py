@@ -11,6 +11,7 @@ import msgspec
 from services.conversation.contexts import encode_items
 from services.conversation.conversation_store import ConversationStore, SeedTurn
 from services.conversation.conversations import no_branch, no_conversation
+from services.conversation.history_cache import HistoryCache
 from services.conversation.prompts import PromptModel
 from services.conversation.rows import Line
 from services.conversation.shards import Shards
@@ -59,10 +60,11 @@ class ConversationVerbs:
         model: PromptModel,
         stop: Stop,
         send: Send,
+        cache: HistoryCache,
         journal: Journal,
     ) -> None:
         self._store, self._logs, self._shards, self._model = store, logs, shards, model
-        self._stop, self._send, self._journal = stop, send, journal
+        self._stop, self._send, self._cache, self._journal = stop, send, cache, journal
 
     async def create(self, order: CreateConversation) -> ConversationView:
         now_s = clock.wall_s()
@@ -151,6 +153,7 @@ class ConversationVerbs:
         gone = await self._store.delete(
             ref.principal, ref.conversation_id, now_s=now_s, latest_s=now_s + PURGE_LATEST_S
         )
+        await self._cache.forget(ref.conversation_id)
         self._journal.note("conversation_deleted", conversation_id=ref.conversation_id, replies=len(gone))
         return Done()
 

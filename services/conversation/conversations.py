@@ -32,6 +32,7 @@ class Place(NamedTuple):
 
     parent_id: str | None
     version: int
+    epoch: int
 
 
 class Conversations:
@@ -62,7 +63,7 @@ class Conversations:
                 raise no_branch(parent_id)
         for reply_id in line.in_flight:
             await self._supersede(reply_id)
-        return Place(parent_id, line.version)
+        return Place(parent_id, line.version, line.epoch)
 
     async def _supersede(self, reply_id: str) -> None:
         """End it; its text so far is the turn. One that was stored a moment ago gets its log in a moment."""

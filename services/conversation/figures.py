@@ -28,6 +28,9 @@ class Figures:
             "quota_reserved_total", "reservations of tokens, by what came of them", ("outcome",)
         )
         self.quota_settled = metrics.counter("quota_settled_total", "settlements of tokens, by outcome", ("outcome",))
+        self.histories = metrics.counter(
+            "history_cache_total", "histories asked of the cache, by what came of it", ("outcome",)
+        )
         self.mini = metrics.counter("answered_by_mini_total", "replies of the mini model to users past a limit")
         self.valkey_away = metrics.gauge("conversation_valkey_away", "1 while Valkey does not answer")
         self.store_away = metrics.gauge("conversation_store_away", "1 while PostgreSQL does not answer")

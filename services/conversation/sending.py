@@ -18,6 +18,7 @@ from services.conversation.archive import Archive
 from services.conversation.contexts import Contexts, MessageContext
 from services.conversation.conversations import Conversations
 from services.conversation.figures import Figures
+from services.conversation.history_cache import name_of
 from services.conversation.input_check import InputCheck
 from services.conversation.marks import QueuedMarks
 from services.conversation.prompts import PromptModel
@@ -176,8 +177,9 @@ class Sender:
                 raise
             message = _answered_by(mini, offer.message, over)
             try:
-                context = await self._contexts.of(message, mini, offer.context.parent_id)
-                context = dataclasses.replace(context, line_version=offer.context.line_version)
+                before = offer.context
+                context = await self._contexts.of(message, mini, before.parent_id, before.history)
+                context = dataclasses.replace(context, line_version=before.line_version, history=before.history)
                 smaller = offer._replace(message=message, model=mini, context=context)
                 allowance = await self._reserve(smaller)
             except RefusedError:
@@ -198,8 +200,9 @@ class Sender:
             return (await _together(check, context))[1]
         await self._check.ask(message)
         place = await self._conversations.place(message)
-        behind = await self._contexts.of(message, model, place.parent_id)
-        return dataclasses.replace(behind, line_version=place.version)
+        history = name_of(message.principal, message.echo.conversation_id, place.epoch)
+        behind = await self._contexts.of(message, model, place.parent_id, history)
+        return dataclasses.replace(behind, line_version=place.version, history=history)
 
     def _accepted(self, offer: "_Offer") -> Accepted:
         message = offer.message

@@ -179,6 +179,22 @@ class Store:
                 )
         return [turns[reply] for reply in reversed(every) if reply in turns]
 
+    async def history_since(self, principal: Principal, last_id: str, known_id: str) -> list[Turn] | None:
+        """The one turn `last_id`, when the turn before it is `known_id`; else None."""
+        async with self.connection() as conn:
+            row = await conn.fetchrow(
+                "SELECT id, kind, status, reason, tokenizer, output, token_ids FROM replies"
+                " WHERE id = $1 AND parent_id = $2 AND org = $3 AND usr = $4",
+                last_id,
+                known_id,
+                principal.org,
+                principal.user,
+            )
+            if row is None:
+                return None
+            items = await conn.fetch(_ITEMS, [last_id], [], [])
+        return [read_turn(row, [EncodedItem(read_item(item), unpack_ids(item["token_ids"])) for item in items])]
+
     # --- what stands -----------------------------------------------------------------------------------------
 
     async def reply(self, principal: Principal, reply_id: str) -> StoredReply | None:
@@ -237,8 +253,14 @@ class Store:
 
     # --- taking back -----------------------------------------------------------------------------------------
 
-    async def delete(self, principal: Principal, reply_id: str, *, now_s: float, latest_s: float) -> None:
-        """Rows go now; the log and its ENDED record when the end has been archived, at `latest_s` in any case."""
+    async def delete(
+        self, principal: Principal, reply_id: str, *, now_s: float, latest_s: float
+    ) -> tuple[str | None, int]:
+        """Rows go now; the log and its ENDED record when the end has been archived, at `latest_s` in any case.
+
+        Returns the conversation it was in, and that one's epoch since.
+        """
+        conversation_id, epoch = None, 0
         async with self.connection() as conn, conn.transaction():
             owner = reply_id, principal.org, principal.user
             gone = await conn.fetchrow(
@@ -250,28 +272,33 @@ class Store:
                 await conn.execute(
                     "UPDATE replies SET parent_id = $2 WHERE parent_id = $1", reply_id, gone["parent_id"]
                 )
-                await conn.execute(
+                conversation_id = gone["conversation_id"]
+                epoch = await conn.fetchval(
                     "UPDATE conversations SET epoch = epoch + 1, version = version + 1,"
-                    " head_id = CASE WHEN head_id = $2 THEN $3 ELSE head_id END WHERE id = $1",
-                    gone["conversation_id"],
+                    " head_id = CASE WHEN head_id = $2 THEN $3 ELSE head_id END WHERE id = $1 RETURNING epoch",
+                    conversation_id,
                     reply_id,
                     gone["parent_id"],
                 )
             archived = gone is not None and gone["status"] == State.ENDED
             await conn.execute("DELETE FROM idempotency WHERE reply_id = $1 AND org = $2 AND usr = $3", *owner)
             await _note_purge(conn, Purge(reply_id, Cause.DELETED), now_s if archived else latest_s)
+        return conversation_id, epoch or 0
 
-    async def withdraw(self, reply_id: str, *, now_s: float, latest_s: float) -> None:
-        """A flag came late: the stored text goes, the reply stays; the log and its ENDED record go as in `delete`."""
+    async def withdraw(self, reply_id: str, *, now_s: float, latest_s: float) -> tuple[str | None, int]:
+        """A flag came late: the stored text goes, the reply stays; all else as in `delete`."""
         async with self.connection() as conn, conn.transaction():
-            status = await conn.fetchval(
-                "WITH taken AS (UPDATE replies SET withdrawn = true, output = '[]', token_ids = '' WHERE id = $1"
-                " RETURNING status, conversation_id),"
-                " known AS (UPDATE conversations SET epoch = epoch + 1 WHERE id IN (SELECT conversation_id FROM taken))"
-                " SELECT status FROM taken",
+            taken = await conn.fetchrow(
+                "UPDATE replies SET withdrawn = true, output = '[]', token_ids = '' WHERE id = $1"
+                " RETURNING status, conversation_id",
                 reply_id,
             )
+            status, conversation_id = (None, None) if taken is None else taken
+            epoch = await conn.fetchval(
+                "UPDATE conversations SET epoch = epoch + 1 WHERE id = $1 RETURNING epoch", conversation_id
+            )
             await _note_purge(conn, Purge(reply_id, Cause.WITHDRAWN), now_s if status == State.ENDED else latest_s)
+        return conversation_id, epoch or 0
 
     async def purges(self, *, now_s: float, most: int) -> list[Purge]:
         """Purges that are due."""

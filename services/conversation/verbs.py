@@ -7,6 +7,7 @@ ended one does: its rows may have been deleted, or its text taken back. Foreign 
 import msgspec
 
 from services.conversation.archive import Archive
+from services.conversation.history_cache import HistoryCache
 from services.conversation.replies import State, never_written
 from services.conversation.rows import Cause, StoredReply
 from services.conversation.store import Store
@@ -51,8 +52,10 @@ class Verbs:
         bus: Bus,
         archive: Archive,
         journal: Journal,
+        cache: HistoryCache,
         log_shards: int,
     ) -> None:
+        self._cache = cache
         self._name, self._names, self._archive, self._log_shards = name, names, archive, log_shards
         self._store, self._logs, self._bus, self._journal = store, logs, bus, journal
 
@@ -102,7 +105,9 @@ class Verbs:
         if view.reason is None and view.log_alive:
             await self.stop(ref.reply_id)
         now_s = clock.wall_s()
-        await self._store.delete(ref.principal, ref.reply_id, now_s=now_s, latest_s=now_s + PURGE_LATEST_S)
+        latest_s = now_s + PURGE_LATEST_S
+        where = await self._store.delete(ref.principal, ref.reply_id, now_s=now_s, latest_s=latest_s)
+        await self._cache.forget(*where)
         self._journal.note("reply_deleted", ref.reply_id, was=view.reason)
         return Done()
 
@@ -121,7 +126,8 @@ class Verbs:
     async def withdraw(self, order: WithdrawReply) -> Done:
         """From safety, not from a user: a flag on the last window came after the end."""
         now_s = clock.wall_s()
-        await self._store.withdraw(order.reply_id, now_s=now_s, latest_s=now_s + PURGE_LATEST_S)
+        where = await self._store.withdraw(order.reply_id, now_s=now_s, latest_s=now_s + PURGE_LATEST_S)
+        await self._cache.forget(*where)
         self._journal.note("reply_withdrawn", order.reply_id, category=order.category, shown_tokens=order.shown_tokens)
         return Done()
 
