@@ -91,7 +91,7 @@ class Region:
 
     def run_to_rest(self) -> None:
         """Safety all the way, then liveness: in good weather everything comes to its end."""
-        if not self.world.run(self.resting):
+        if not self.world.run(self.resting, look_every_s=0.25):
             self.checks.at_rest()
         self.checks.at_rest()
 

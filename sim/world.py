@@ -119,17 +119,18 @@ class World:
         boot = owner.boot if owner else 0
         heapq.heappush(self._heap, (self.now + delay_s, self._count, owner, boot, action, args))
 
-    def run(self, until: Callable[[], bool]) -> bool:
-        """Until `until()` or the end of the calm; says whether it was reached."""
-        return self._run(until, self.weather.bad_until_s + self._calm_s)
+    def run(self, until: Callable[[], bool], look_every_s: float = 0.0) -> bool:
+        """Until `until()` or the end of the calm; says whether it was reached. Looked at after each event, or rarer."""
+        return self._run(until, self.weather.bad_until_s + self._calm_s, look_every_s)
 
     def run_for(self, seconds: float) -> None:
         """Let so much time pass."""
         end = self.now + seconds
-        self._run(lambda: False, end)
+        self._run(lambda: False, end, seconds)
         self.now = end
 
-    def _run(self, until: Callable[[], bool], end: float) -> bool:
+    def _run(self, until: Callable[[], bool], end: float, look_every_s: float) -> bool:
+        look_s = self.now + look_every_s
         while self._heap and self._heap[0][0] <= end:
             at, _, owner, boot, action, args = heapq.heappop(self._heap)
             self.now = at
@@ -142,8 +143,10 @@ class World:
                     continue
             self.events += 1
             action(*args)
-            if until():
-                return True
+            if at >= look_s:
+                look_s = at + look_every_s
+                if until():
+                    return True
         return until()
 
     # --- the network

@@ -25,6 +25,14 @@ T = TypeVar("T")
 LEAVE_S = 120.0
 
 
+async def _end_all() -> None:
+    """Whatever still runs is cancelled, and has ended."""
+    rest = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in rest:
+        task.cancel()
+    await asyncio.gather(*rest, return_exceptions=True)
+
+
 class Clients:
     """An event loop in a thread."""
 
@@ -37,6 +45,7 @@ class Clients:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.start(_end_all()).result(LEAVE_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

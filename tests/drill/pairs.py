@@ -13,6 +13,8 @@ SERVERS = ("nats", "valkey")
 
 
 def _killed(system: System, names: tuple[str, ...]) -> None:
+    for name in names:
+        eventually(lambda name=name: system.pid(name), f"{name} is there", 60)
     old = {name: system.kill(name) for name in names}
     for name, pid in old.items():
         eventually(lambda name=name, pid=pid: system.pid(name) not in (0, pid), f"{name} is started again", 60)

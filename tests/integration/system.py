@@ -70,6 +70,7 @@ class System:
 
     def kill(self, name: str, sign: int = signal.SIGKILL) -> int:
         pid = self.pid(name)
+        assert pid, f"{name} is not there to be killed"  # 0 would be all of us
         os.kill(pid, sign)
         return pid
 
