@@ -46,90 +46,114 @@ def compose(
     settings: ConversationSettings, catalog: Catalog, *, bus: Bus, pool: Pool, metrics: Metrics, log: Log
 ) -> ConversationService:
     """A service that is not started; raises ModelFileError for a model file without a usable tokenizer."""
-    names, name = Names(settings.region), f"conversation/{settings.name}"
-    figures, journal = Figures(metrics), Journal(bus, Names(settings.region), "conversation", metrics)
-    store, logs = Store(pool), LogStore(bus, names)
-    lines = ConversationStore(store)
-    queueing, shards = Queueing(bus, logs), Shards(bus, names, settings.log_shards)
-    valkey = _valkey(settings, figures, journal)
-    quota_store = None if valkey is None else QuotaStore(valkey, settings.region)
-    cache = HistoryCache(valkey, settings.region, figures)
-    quotas = Quotas(quota_store, catalog, settings.tokens_per_min, figures)
-    archive = Archive(store=store, quotas=quotas, bus=bus, journal=journal, figures=figures, log=log)
-    marks = QueuedMarks(store, log)
-    models = load_models(catalog)
-    sender = Sender(
-        name=name,
-        names=names,
-        models=models,
-        store=store,
-        logs=logs,
-        contexts=Contexts(store, logs, cache),
-        conversations=Conversations(name=name, names=names, store=lines, logs=logs, bus=bus, journal=journal),
-        check=InputCheck(bus, names, journal, figures, fail_open=settings.safety_fail_open),
-        quotas=quotas,
-        mini=None if catalog.mini is None else models[catalog.mini.id],
-        queueing=queueing,
-        shards=shards,
-        marks=marks,
-        archive=archive,
-        journal=journal,
-        figures=figures,
-        log=log,
-        isolate_tenants=settings.isolate_tenants,
-    )
-    guards = Guards(
-        name=name,
-        names=names,
-        store=store,
-        logs=logs,
-        bus=bus,
-        queueing=queueing,
-        archive=archive,
-        journal=journal,
-        figures=figures,
-        log=log,
-    )
-    verbs = Verbs(
-        name=name,
-        names=names,
-        store=store,
-        logs=logs,
-        bus=bus,
-        archive=archive,
-        journal=journal,
-        cache=cache,
-        log_shards=settings.log_shards,
-    )
-    conversations = ConversationVerbs(
-        store=lines,
-        logs=logs,
-        shards=shards,
-        model=models[catalog.default.id],
-        stop=verbs.stop,
-        send=sender.send,
-        cache=cache,
-        journal=journal,
-    )
+    parts = _Parts(settings, catalog, bus=bus, pool=pool, metrics=metrics, log=log)
+    sender, verbs = parts.sender(), parts.verbs()
     return ConversationService(
-        models=tuple(models),
+        models=tuple(parts.models),
         log_shards=settings.log_shards,
-        names=names,
+        names=parts.names,
         bus=bus,
         pool=pool,
-        store=store,
+        store=parts.store,
         sender=sender,
         verbs=verbs,
-        conversations=conversations,
-        archive=archive,
-        guards=guards,
-        marks=marks,
-        shards=shards,
-        valkey=valkey,
-        journal=journal,
-        figures=figures,
+        conversations=parts.conversations(sender, verbs),
+        archive=parts.archive,
+        guards=parts.guards(),
+        marks=parts.marks,
+        shards=parts.shards,
+        valkey=parts.valkey,
+        journal=parts.journal,
+        figures=parts.figures,
         log=log,
     )
+
+
+class _Parts:
+    """What several parts share, and the parts made of it."""
+
+    def __init__(
+        self, settings: ConversationSettings, catalog: Catalog, *, bus: Bus, pool: Pool, metrics: Metrics, log: Log
+    ) -> None:
+        self.settings, self.catalog, self.bus, self.log = settings, catalog, bus, log
+        self.names, self.name = Names(settings.region), f"conversation/{settings.name}"
+        self.figures, self.journal = Figures(metrics), Journal(bus, self.names, "conversation", metrics)
+        self.store, self.logs = Store(pool), LogStore(bus, self.names)
+        self.lines = ConversationStore(self.store)
+        self.queueing, self.shards = Queueing(bus, self.logs), Shards(bus, self.names, settings.log_shards)
+        self.valkey = _valkey(settings, self.figures, self.journal)
+        self.cache = HistoryCache(self.valkey, settings.region, self.figures)
+        quota_store = None if self.valkey is None else QuotaStore(self.valkey, settings.region)
+        self.quotas = Quotas(quota_store, catalog, settings.tokens_per_min, self.figures)
+        self.archive = Archive(
+            store=self.store, quotas=self.quotas, bus=bus, journal=self.journal, figures=self.figures, log=log
+        )
+        self.marks = QueuedMarks(self.store, log)
+        self.models = load_models(catalog)
+
+    def sender(self) -> Sender:
+        return Sender(
+            name=self.name,
+            names=self.names,
+            models=self.models,
+            store=self.store,
+            logs=self.logs,
+            contexts=Contexts(self.store, self.logs, self.cache),
+            conversations=Conversations(
+                name=self.name, names=self.names, store=self.lines, logs=self.logs, bus=self.bus, journal=self.journal
+            ),
+            check=InputCheck(
+                self.bus, self.names, self.journal, self.figures, fail_open=self.settings.safety_fail_open
+            ),
+            quotas=self.quotas,
+            mini=None if self.catalog.mini is None else self.models[self.catalog.mini.id],
+            queueing=self.queueing,
+            shards=self.shards,
+            marks=self.marks,
+            archive=self.archive,
+            journal=self.journal,
+            figures=self.figures,
+            log=self.log,
+            isolate_tenants=self.settings.isolate_tenants,
+        )
+
+    def guards(self) -> Guards:
+        return Guards(
+            name=self.name,
+            names=self.names,
+            store=self.store,
+            logs=self.logs,
+            bus=self.bus,
+            queueing=self.queueing,
+            archive=self.archive,
+            journal=self.journal,
+            figures=self.figures,
+            log=self.log,
+        )
+
+    def verbs(self) -> Verbs:
+        return Verbs(
+            name=self.name,
+            names=self.names,
+            store=self.store,
+            logs=self.logs,
+            bus=self.bus,
+            archive=self.archive,
+            journal=self.journal,
+            cache=self.cache,
+            log_shards=self.settings.log_shards,
+        )
+
+    def conversations(self, sender: Sender, verbs: Verbs) -> ConversationVerbs:
+        return ConversationVerbs(
+            store=self.lines,
+            shards=self.shards,
+            model=self.models[self.catalog.default.id],
+            stop=verbs.stop,
+            send=sender.send,
+            cache=self.cache,
+            journal=self.journal,
+        )
 
 
 def _valkey(settings: ConversationSettings, figures: Figures, journal: Journal) -> Valkey | None:

@@ -21,7 +21,6 @@ from services.conversation.verbs import PURGE_LATEST_S
 from shared import clock
 from shared.errors import LogGoneError, RefusedError, TokenLogError
 from shared.limits import PAGE_BYTES_MAX, REQUEST_DEADLINE_S, TITLE_GIVEN_CHARS_MAX
-from shared.log_store import LogStore
 from shared.messages import (
     ROOT,
     Accepted,
@@ -55,7 +54,6 @@ class ConversationVerbs:
         self,
         *,
         store: ConversationStore,
-        logs: LogStore,
         shards: Shards,
         model: PromptModel,
         stop: Stop,
@@ -63,7 +61,7 @@ class ConversationVerbs:
         cache: HistoryCache,
         journal: Journal,
     ) -> None:
-        self._store, self._logs, self._shards, self._model = store, logs, shards, model
+        self._store, self._shards, self._model = store, shards, model
         self._stop, self._send, self._cache, self._journal = stop, send, cache, journal
 
     async def create(self, order: CreateConversation) -> ConversationView:
