@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, expect
+from playwright.sync_api import Page, Route, expect
 
 from tests.browser.conftest import Open, ask, status
 from tests.browser.scripted import SAMPLE, WEB
@@ -155,6 +155,23 @@ def test_a_failed_reply_can_be_tried_again(page: Page, screenshot: Shot) -> None
     screenshot(page, "failed")
     page.click(".again")
     expect(page.locator(".reply .count")).to_have_text("2/2")
+
+
+def test_a_server_on_its_way_back_is_waited_for(page: Page) -> None:
+    """A page that opens while the server cannot be reached says so, and begins by itself when it can."""
+    finished(page)
+    down = [True]
+
+    def refuse(route: Route) -> None:
+        route.abort() if down[0] else route.continue_()
+
+    page.route("**/v1/**", refuse)
+    page.reload()
+    expect(page.locator("#status")).to_have_text("The server cannot be reached. Trying again…")
+    down[0] = False
+    expect(page.locator(".message .words")).to_have_text("tips")
+    expect(page.locator("#model option")).not_to_have_count(0)
+    expect(page.locator("#status")).to_be_hidden()
 
 
 # --- keys, themes, readers -------------------------------------------------------------------------------

@@ -136,7 +136,7 @@ function typed() {
 /** Opens what the address names. */
 async function go() {
   const id = /^#\/(conv_\w+)$/.exec(location.hash)?.[1] ?? null;
-  if (id !== null && id === chats.tree.id) return;
+  if (id !== null && id === chats.tree.id && chats.tree.root.children.length) return;
   $("menu").open = false;
   try {
     const opening = chats.open(id);
@@ -282,15 +282,24 @@ async function begin() {
   if (!key) return askKey(false);
   const api = new Api(key);
   chats = new Chats({ api, storage: sessionStorage, channel, changed: (what, node) => CHANGES[what](node) });
-  try {
-    await Promise.all([api.models().then(showModels), chats.find(), go()]);
-    chats.resumePending();
-  } catch (error) {
-    if (error.status !== 401) return status(`${error.message} Reload the page to try again.`);
-    chats = null;
-    localStorage.removeItem(KEY_PLACE);
-    askKey(true);
+  for (let waitMs = 500; chats.api === api; waitMs = Math.min(waitMs * 2, 8000)) {
+    try {
+      await Promise.all([api.models().then(showModels), chats.find(), go()]);
+      status("");
+      return chats.resumePending();
+    } catch (error) {
+      if (error.status === 401) return refused();
+      if (!error.passing) return status(`${error.message} Reload the page to try again.`);
+      status(`${error.message} Trying again…`);
+      await new Promise((resolve) => setTimeout(resolve, waitMs));
+    }
   }
+}
+
+function refused() {
+  chats = null;
+  localStorage.removeItem(KEY_PLACE);
+  askKey(true);
 }
 
 wire();
