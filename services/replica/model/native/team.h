@@ -93,7 +93,7 @@ class Team {
   }
 
  private:
-  static constexpr int SPINS = 4000, YIELDS = 50;
+  static constexpr int SPINS = 800, YIELDS = 50;  // some 10 microseconds, then let others run
 
   void wait(std::atomic<int>& done, int count) {
     for (int spins = 0; spins < SPINS; spins++) {
