@@ -151,6 +151,7 @@ class Stack(System):
     def kill(self, name: str, sign: int = signal.SIGKILL) -> int:
         """A crash: the process dies by itself as far as the engine knows, which starts it again."""
         pid = self.pid(name)
+        assert pid > 0, f"{name} does not run"  # 0 would be ourselves
         os.kill(pid, sign)
         return pid
 
