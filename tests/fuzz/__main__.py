@@ -1,4 +1,7 @@
-"""Fuzz a running Chorus: `python -m tests.fuzz http://127.0.0.1:8080 KEY [COUNT] [SEED]`. Ends with 1 when something is wrong."""
+"""Fuzz a running Chorus: `python -m tests.fuzz http://127.0.0.1:8080 KEY [COUNT] [SEED]`. Ends with 1 when it is at fault.
+
+Some of the requests are good and ask for the longest reply: start it with `--stub --stub-tps 20000`.
+"""
 
 import asyncio
 import json
