@@ -37,6 +37,10 @@ async def _follow(followers: Sequence[Follower]) -> None:
         await follower.run()
 
 
+def _in_the_middle(followers: Sequence[Follower]) -> bool:
+    return any(3 < len(each.story.ids) < each.story.budget - 3 for each in followers if not each.story.over)
+
+
 def _write(system: System, count: int, tokens: int, kills: int) -> list[Story]:
     """The same replies, four at a time; `kills` replicas die while they are written."""
     random_ = random.Random(count)
@@ -46,10 +50,10 @@ def _write(system: System, count: int, tokens: int, kills: int) -> list[Story]:
     ]
     with Clients() as clients:
         running = [clients.start(_follow(followers[lane::4])) for lane in range(4)]
-        for turn in range(kills):
-            share = (turn + 0.5) / kills * count
-            eventually(lambda share=share: sum(each.story.over for each in followers) >= share - 2, "so far", 300)
-            eventually(lambda: any(3 < len(e.story.ids) < tokens - 3 for e in followers if not e.story.over), "mid", 60)
+        for _ in range(kills):
+            eventually(lambda: _in_the_middle(followers) or all(each.story.over for each in followers), "mid", 300)
+            if all(each.story.over for each in followers):
+                break
             victim = random_.choice(["replica-1", "replica-2"])
             pid = system.kill(victim)
             system.restarted(victim, pid, 120)
@@ -58,7 +62,7 @@ def _write(system: System, count: int, tokens: int, kills: int) -> list[Story]:
     return [follower.story for follower in followers]
 
 
-def real_model(system: System, *, count: int = 20, tokens: int = 48, kills: int = 6) -> Report:
+def real_model(system: System, *, count: int = 20, tokens: int = 200, kills: int = 8) -> Report:
     report = Report("real_model_sigkill")
     all_ready(system, 120)
     calm = _write(system, count, tokens, 0)
