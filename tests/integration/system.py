@@ -87,7 +87,10 @@ class System:
         def again() -> bool:
             with contextlib.suppress(OSError, ValueError, StopIteration, httpx.HTTPError):
                 entry = next(service for service in self.ready["services"] if service["name"] == name)
-                return entry["pid"] != old_pid and httpx.get(f"{entry['http']}/readyz", timeout=1, verify=False).status_code == 200
+                return (
+                    entry["pid"] != old_pid
+                    and httpx.get(f"{entry['http']}/readyz", timeout=1, verify=False).status_code == 200
+                )
             return False
 
         eventually(again, f"{name} is back", deadline_s)
