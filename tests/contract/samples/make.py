@@ -18,7 +18,9 @@ FOLDER = Path(__file__).parent / "v1"
 
 
 def message_types() -> list[type[messages.Message]]:
-    return sorted(messages.Message.__subclasses__(), key=lambda kind: kind.__name__)
+    """Those of the contract; a service may have a form of its own for one of them."""
+    kinds = [kind for kind in messages.Message.__subclasses__() if kind.__module__ == messages.__name__]
+    return sorted(kinds, key=lambda kind: kind.__name__)
 
 
 class Maker:
