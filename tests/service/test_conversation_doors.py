@@ -52,6 +52,18 @@ async def test_the_official_client_keeps_a_conversation(whole: Whole) -> None:
             await client.conversations.retrieve(made.id)
 
 
+async def stored_items(
+    client: aiohttp.ClientSession, conversation: str, count: int, **query: str
+) -> list[dict[str, Any]]:
+    """The conversation's items once the archive has the last reply too: it follows a stream's end, it does not lead it."""
+    async with asyncio.timeout(20):
+        while True:
+            items = (await get(client, f"/v1/conversations/{conversation}/items", **query))["data"]
+            if len(items) == count and items[-1].get("end_reason", "") is not None:
+                return items
+            await asyncio.sleep(0.02)
+
+
 async def test_a_reply_is_regenerated_as_a_stream(whole: Whole) -> None:
     """Regenerate streams as /v1/responses does, and both replies stand under one message, the new one active."""
     client = await whole.client()
@@ -64,7 +76,7 @@ async def test_a_reply_is_regenerated_as_a_stream(whole: Whole) -> None:
     assert "event: response.created" in text
     assert "event: response.completed" in text
     second = answer.headers["x-chorus-reply"]
-    items = (await get(client, f"/v1/conversations/{conversation}/items", include="branches", order="asc"))["data"]
+    items = await stored_items(client, conversation, 3, include="branches", order="asc")
     assert [(one["response_id"], one["active"]) for one in items] == [
         (first["id"], True),
         (first["id"], False),
@@ -86,7 +98,7 @@ async def test_an_edited_message_is_sent_again(whole: Whole) -> None:
     await post(client, "/v1/responses", input="two", conversation=conversation)
     await post(client, "/v1/responses", input="2", conversation=conversation, branch_from=first["id"])
     await post(client, "/v1/responses", input="I", conversation=conversation, branch_from="root")
-    items = (await get(client, f"/v1/conversations/{conversation}/items"))["data"]
+    items = await stored_items(client, conversation, 2)
     assert [one["content"][0]["text"] for one in items] == ["Hello there", "I"]
     for body, status in (
         ({"branch_from": first["id"]}, 400),
