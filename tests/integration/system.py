@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -21,14 +22,17 @@ STOP_S = 30.0
 
 
 def free_port_pair() -> int:
-    """A port that is free together with the next one (the two gateways')."""
-    for _ in range(100):
-        with socket.socket() as first, socket.socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port = first.getsockname()[1]
-            with contextlib.suppress(OSError):
-                second.bind(("127.0.0.1", port + 1))
-                return port
+    """A port that is free together with the next one (the two gateways').
+
+    Below the ports that the system hands out by itself: one of those may be taken by any connection in the moment
+    between our look and the gateway's listening.
+    """
+    for _ in range(200):
+        port = random.SystemRandom().randrange(12_000, 30_000, 2)
+        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
+            first.bind(("127.0.0.1", port))
+            second.bind(("127.0.0.1", port + 1))
+            return port
     raise RuntimeError("no two neighbouring free ports")
 
 
