@@ -40,8 +40,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip("no Chromium here: install it, or name it in CHORUS_CHROMIUM"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
+    """Playwright's own event loop counts as running in this thread until it is closed, so it may not outlive the
+    module: the tests of other modules, which run theirs in the same thread, come in any order."""
     with sync_playwright() as playwright:
         started = playwright.chromium.launch(executable_path=CHROMIUM, args=QUIET)
         expect.set_options(timeout=WAIT_MS)
