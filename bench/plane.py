@@ -30,6 +30,7 @@ import uvloop
 
 from bench import hardware
 from bench.client import Stream, stream
+from bench.engine_peers import PROXIES
 from shared.bus.nats import connect
 from shared.messages import Chunk, Entry, decoder
 from shared.subjects import Names
@@ -365,7 +366,7 @@ def table(figures: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--peers", type=Path, default=ROOT / ".venvs" / "peers")
+    parser.add_argument("--peers", type=Path, default=PROXIES)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     figures = measure(options.rounds, options.peers)

