@@ -114,24 +114,33 @@ RUN python -m compileall -q /app
 USER replica
 CMD ["replica"]
 
-# A wheel of flash-attn laid into deploy/wheels saves the better part of an hour here.
+# Compiling flash-attn takes an hour or so; a wheel of the release in constraints.txt, laid into deploy/wheels, saves it.
+# Build arguments: MAX_JOBS, files compiled at once (9 GB of memory each); FLASH_ATTN_CUDA_ARCHS, for which GPUs
+# (80: A100 and its like, 90: H100, 100: B200, 120: RTX 50). The toolkit's major release must be that of torch's own.
 FROM ${CUDA_IMAGE} AS cuda
 FROM python:3.11-bookworm AS flash
 ARG PIP_INDEX_URL
 ARG PIP_NO_INDEX
 ARG MAX_JOBS=4
+ARG FLASH_ATTN_CUDA_ARCHS="80;90;100;120"
 COPY --from=cuda /usr/local/cuda /usr/local/cuda
 ENV CUDA_HOME=/usr/local/cuda
 RUN --mount=type=bind,from=recipe,target=/recipe \
-    pip install --no-cache-dir --find-links /recipe/wheels -c /recipe/constraints.txt torch setuptools wheel ninja packaging \
-    && pip wheel --no-deps --no-build-isolation --find-links /recipe/wheels --wheel-dir /flash flash-attn
+    pip install --no-cache-dir --root-user-action=ignore --find-links /recipe/wheels -c /recipe/constraints.txt \
+        torch setuptools wheel ninja packaging psutil \
+    && python -c "import torch; assert torch.version.cuda, 'the torch in deploy/wheels knows no CUDA: take it out'" \
+    && pip wheel --no-deps --no-build-isolation --find-links /recipe/wheels -c /recipe/constraints.txt \
+        --wheel-dir /flash flash-attn
 
 FROM common AS replica-cuda
+ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
 # The ordinary index only: the other one holds torch without CUDA.
 RUN --mount=type=bind,from=recipe,target=/recipe PIP_EXTRA_INDEX_URL= sh /recipe/install.sh replica
 RUN --mount=type=bind,from=flash,source=/flash,target=/flash \
     --mount=type=bind,from=recipe,target=/recipe \
-    pip install --no-cache-dir --root-user-action=ignore --find-links /recipe/wheels -c /recipe/constraints.txt einops /flash/*.whl
+    PIP_EXTRA_INDEX_URL= pip install --no-cache-dir --root-user-action=ignore --find-links /recipe/wheels \
+        -c /recipe/constraints.txt einops /flash/*.whl \
+    && python -c "import torch, flash_attn; assert torch.version.cuda, 'torch knows no CUDA'"
 COPY --from=code / /
 COPY services/replica services/replica
 RUN python -m compileall -q /app

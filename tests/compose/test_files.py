@@ -69,6 +69,14 @@ def test_what_runs_is_bounded_and_unprivileged(compose):
             assert one["cap_drop"] == ["ALL"], name
 
 
+def test_replicas_compute_where_their_image_can(compose):
+    """Replicas of the image with CUDA are given a GPU and told to compute there; no other is."""
+    for name, one in compose["services"].items():
+        cuda = one.get("build", {}).get("target") == "replica-cuda"
+        assert (one.get("environment", {}).get("CHORUS_DEVICE") == "cuda") == cuda, name
+        assert ("deploy" in one) == cuda, name
+
+
 def test_the_proxy_leaves_the_last_word_to_the_gateway():
     """The proxy's limits lie above the gateway's, its patience above the longest silence, and it holds nothing back."""
     conf = text_of("nginx.conf")

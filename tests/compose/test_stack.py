@@ -113,6 +113,13 @@ def test_a_service_reads_no_secret_of_another(stack: Stack) -> None:
         assert stack.execute(f"{service}-1", "sh", "-c", script).split() == [own]
 
 
+@pytest.mark.parametrize("profiles", ["cpu", "gpu", "stub,metrics", "cpu,metrics,tools"])
+def test_every_profile_is_understood(stack: Stack, profiles: str) -> None:
+    """This machine's Compose finds nothing wrong with any profile, and all that it needs."""
+    assert {"proxy", "setup"} <= set(stack.compose("config", "--services", profiles=profiles).split())
+    stack.compose("config", "--quiet", profiles=profiles)
+
+
 def test_no_secret_is_in_the_configuration(stack: Stack) -> None:
     """What compose knows of the containers holds no password and no key."""
     shown = stack.compose("config") + "".join(str(stack.inspect(name)["Config"]["Env"]) for name in stack.containers())
