@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from services.router.lease_events import Command, Delivered, Drain, Event, Tick
 from services.router.leases import Lease, State, Suspect
-from shared.limits import HEARTBEAT_S, HEARTBEATS_MISSED_MAX
+from shared.limits import HEARTBEAT_S, HEARTBEATS_MISSED_MAX, IDLE_END_S
 
 
 class LeaseTable:
@@ -18,8 +18,8 @@ class LeaseTable:
 
     lease_type: ClassVar[type[Lease]] = Lease
 
-    def __init__(self, router: str, *, suspect: Suspect, now: float) -> None:
-        self._router = router
+    def __init__(self, router: str, *, suspect: Suspect, now: float, idle_end_s: float = IDLE_END_S) -> None:
+        self._router, self._idle_end_s = router, idle_end_s
         self._started = now
         self._fleet_suspect = suspect
         self._leases: dict[str, Lease] = {}
@@ -75,7 +75,14 @@ class LeaseTable:
         return commands
 
     def _take(self, event: Delivered, now: float) -> list[Command]:
-        lease = self.lease_type(event, router=self._router, suspect=self._suspect, tickets=self._tickets, now=now)
+        lease = self.lease_type(
+            event,
+            router=self._router,
+            suspect=self._suspect,
+            tickets=self._tickets,
+            now=now,
+            idle_end_s=self._idle_end_s,
+        )
         self._leases[event.reply_id] = lease
         commands = lease.start(now)
         if self._draining:

@@ -124,7 +124,14 @@ class Lease:
     """
 
     def __init__(
-        self, delivered: Delivered, *, router: str, suspect: Suspect, tickets: Iterator[int], now: float
+        self,
+        delivered: Delivered,
+        *,
+        router: str,
+        suspect: Suspect,
+        tickets: Iterator[int],
+        now: float,
+        idle_end_s: float = IDLE_END_S,
     ) -> None:
         self.reply_id = delivered.reply_id
         self.request = delivered.request
@@ -133,7 +140,7 @@ class Lease:
         self._router, self._suspect = router, suspect
         self._ack_subject, self._delivered = delivered.ack_subject, delivered.delivered
         self._deadline = now + delivered.deadline_left_s
-        self._present_at = now
+        self._present_at, self._idle_end_s = now, idle_end_s
         self._draining = False
         self._tickets = tickets
         self._ticket = -1  # of the answer we wait for
@@ -171,7 +178,7 @@ class Lease:
         may_expire = self._ending is None and (self.state is State.WAITING or self.state in _ATTEMPT_STATES)
         times = [self._deadline if may_expire else float("inf")]
         if self.state is State.WAITING:
-            times.append(float("inf") if self._exempt else self._present_at + IDLE_END_S)
+            times.append(float("inf") if self._exempt else self._present_at + self._idle_end_s)
         else:
             times.append(self._timer)
         if self.state is not State.RUNNING:
@@ -341,7 +348,7 @@ class Lease:
     def _waiting_tick(self, _: Tick, now: float) -> list[Command]:
         if now >= self._deadline:
             return self._leave_queue(self._expire(now))
-        if not self._exempt and now >= self._present_at + IDLE_END_S:
+        if not self._exempt and now >= self._present_at + self._idle_end_s:
             return self._leave_queue(self._end(EndReason.IDLE, "", now))
         return self._extend(now)
 

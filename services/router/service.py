@@ -106,7 +106,9 @@ class RouterService:
         self._names = Names(settings.region)
         self._models = [card.id for card in catalog.models]
         self._fleet = FleetView()
-        self._table = LeaseTable(self.router, suspect=self._fleet.suspect, now=clock.now_s())
+        self._table = LeaseTable(
+            self.router, suspect=self._fleet.suspect, now=clock.now_s(), idle_end_s=settings.idle_end_s
+        )
         self._room = WaitingRoom(self._fleet)
         self._hands = Hands(bus, LogStore(bus, self._names), self._names, self.router)
         self._lanes = [

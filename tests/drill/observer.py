@@ -20,7 +20,7 @@ _entry: msgspec.msgpack.Decoder[Entry] = decoder(Entry)  # type: ignore[arg-type
 _NAMES = Names()
 
 
-async def _log(bus: Bus, reply_id: str) -> list[SequencedEntry]:
+async def read_log(bus: Bus, reply_id: str) -> list[SequencedEntry]:
     entries: list[SequencedEntry] = []
     while True:
         after = entries[-1].seq if entries else 0
@@ -37,7 +37,7 @@ def read_logs(data: Path, reply_ids: Iterable[str]) -> dict[str, list[SequencedE
 
     async def read() -> dict[str, list[SequencedEntry]]:
         async with operator_bus(reach_of(data, os.environ)) as bus:
-            return {reply_id: await _log(bus, reply_id) for reply_id in reply_ids}
+            return {reply_id: await read_log(bus, reply_id) for reply_id in reply_ids}
 
     return asyncio.run(read())
 
