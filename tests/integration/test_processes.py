@@ -59,7 +59,7 @@ async def test_stopping_is_asking_first(tmp_path: Path):
     """The stop signal of the command is sent, and leaving in time is told."""
     ready = tmp_path / "ready"
     child = Child(
-        script(tmp_path, f'trap "exit 0" INT; touch {ready}; while :; do sleep 0.02; done', stop_signal=signal.SIGINT)
+        script(tmp_path, f'trap "exit 0" USR1; touch {ready}; while :; do sleep 0.02; done', stop_signal=signal.SIGUSR1)
     )
     async with asyncio.timeout(DEADLINE_S):
         while not ready.exists():

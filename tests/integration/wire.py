@@ -90,8 +90,8 @@ class Wire:
         for event in events(response):
             heard.take(event)
             if heard.final is not None or (until is not None and heard.last >= until):
-                break
-        return heard
+                return heard
+        raise AssertionError(f"the stream of {heard.reply_id} ended without its last event")
 
     def post(self, path: str, body: dict[str, Any] | None = None, **kwargs: Any) -> httpx.Response:
         return self.http.post(path, json=body, **kwargs)
