@@ -68,9 +68,10 @@ class Hands:
         reply_id, ticket = command.reply_id, command.ticket
         try:
             return LogRead(reply_id=reply_id, ticket=ticket, view=await self._store.read(reply_id, known))
-        except LogGoneError:
-            return LogRead(reply_id=reply_id, ticket=ticket, view=LogView())  # without its head it is no log
-        except (BusError, TokenLogError):
+        except (LogGoneError, TokenLogError):
+            # Without its head, or with an entry that may not stand there, it is no log: nothing can be written to it.
+            return LogRead(reply_id=reply_id, ticket=ticket, view=LogView())
+        except BusError:
             return ReadFailed(reply_id=reply_id, ticket=ticket)
 
     async def _open(self, command: AppendOpen) -> Answer:

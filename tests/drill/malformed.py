@@ -18,7 +18,7 @@ from shared.errors import BusError
 from shared.subjects import Names
 from shared.tiers import Tier
 from tests.drill.load import Load
-from tests.drill.observer import all_ready, blocks_are_back, total, tracebacks
+from tests.drill.observer import all_ready, blocks_are_back, lanes_empty, total, tracebacks
 from tests.drill.report import Report
 from tests.integration.system import ROOT, System
 
@@ -173,6 +173,7 @@ def malformed(system: System, *, count: int = 20_000, streams: int = 6) -> Repor
     report.must(sum(report.figures["dropped"].values()) > 0, "nothing was counted")
     report.stories(load.stories)
     all_ready(system)
+    lanes_empty(system, 20.0)
     blocks_are_back(system)
     return report
 
