@@ -14,7 +14,14 @@ import pytest
 from tests.compose.stack import Stack, copy_tree
 from tests.integration.system import free_port_pair
 
-collect_ignore = [] if "CHORUS_COMPOSE" in os.environ else ["test_real_model.py", "test_stack.py", "test_whole_path.py"]
+NEED_ENGINE = [
+    "test_operator.py",
+    "test_real_model.py",
+    "test_stack.py",
+    "test_through_the_proxy.py",
+    "test_whole_path.py",
+]
+collect_ignore = [] if "CHORUS_COMPOSE" in os.environ else NEED_ENGINE
 
 
 @pytest.fixture(scope="session")

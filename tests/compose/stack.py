@@ -57,6 +57,11 @@ class Stack(System):
     # --- the engine ---------------------------------------------------------------------------------------
 
     def compose(self, *arguments: str, timeout_s: float = UP_S, profiles: str = "") -> str:
+        done = self.try_compose(*arguments, timeout_s=timeout_s, profiles=profiles)
+        assert done.returncode == 0, f"{' '.join(done.args)}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
+        return done.stdout
+
+    def try_compose(self, *arguments: str, timeout_s: float, profiles: str = "") -> subprocess.CompletedProcess[str]:
         environment = {
             **os.environ,
             "DOCKER_BUILDKIT": "1",
@@ -66,11 +71,9 @@ class Stack(System):
             **self.settings,
         }
         command = [*compose_program(), "-f", "compose.yaml", "-f", "tests/compose/published.yaml", *arguments]
-        done = subprocess.run(
+        return subprocess.run(
             command, cwd=self.data, env=environment, capture_output=True, text=True, timeout=timeout_s, check=False
         )
-        assert done.returncode == 0, f"{' '.join(command)}:\n{done.stdout[-4000:]}\n{done.stderr[-4000:]}"
-        return done.stdout
 
     def up(self) -> None:
         self.compose("build", timeout_s=BUILD_S)
@@ -144,6 +147,10 @@ class Stack(System):
         page = self.execute(name, "python", "-S", "-c", script)
         lines = [line.rsplit(" ", 1) for line in page.splitlines() if line and not line.startswith("#")]
         return {sample: float(value) for sample, value in lines}
+
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """As README says that an operator does it."""
+        return self.try_compose("run", "--rm", "-T", "chorus", *arguments, timeout_s=60)
 
     def pid(self, name: str) -> int:
         return int(self.inspect(name)["State"]["Pid"])

@@ -7,7 +7,26 @@ import pytest
 from tests.compose.stack import Stack, docker
 from tests.compose.test_stack import killed_while_writing, running_replica
 from tests.integration.system import eventually
+from tests.integration.test_real_system import (
+    test_a_prompt_too_long_is_refused_with_limit_and_count,
+    test_a_seeded_reply_is_the_same_again,
+    test_cuts_resume_on_the_other_gateway,
+    test_it_knows_the_capital_of_france,
+    test_the_mini_model_says_what_it_is,
+    test_three_turns_by_reference_equal_the_context_sent_whole,
+    wires,
+)
 from tests.integration.wire import Wire
+
+__all__ = [
+    "test_a_prompt_too_long_is_refused_with_limit_and_count",
+    "test_a_seeded_reply_is_the_same_again",
+    "test_cuts_resume_on_the_other_gateway",
+    "test_it_knows_the_capital_of_france",
+    "test_the_mini_model_says_what_it_is",
+    "test_three_turns_by_reference_equal_the_context_sent_whole",
+    "wires",
+]
 
 pytestmark = [
     pytest.mark.timeout(3600),
@@ -19,6 +38,11 @@ QUESTION = {
     "max_output_tokens": 200,
     "temperature": 0,
 }
+
+
+@pytest.fixture
+def chorus(real_stack: Stack) -> Stack:
+    return real_stack
 
 
 def test_the_real_model_answers_through_the_proxy(real_stack: Stack) -> None:

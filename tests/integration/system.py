@@ -99,6 +99,11 @@ class System:
 
         eventually(again, f"{name} is back", deadline_s)
 
+    def command(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """One `chorus ...` of an operator against the running system."""
+        line = [sys.executable, "-m", "ops.main", *arguments, "--data", str(self.data)]
+        return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+
     def stop(self) -> int:
         self.process.send_signal(signal.SIGINT)
         try:

@@ -147,12 +147,6 @@ def system(tmp_path_factory: pytest.TempPathFactory) -> Iterator[System]:
         yield started
 
 
-def command(system: System, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """One `chorus ...` against the running system."""
-    line = [sys.executable, "-m", "ops.main", *arguments, "--data", str(system.data)]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
-
-
 def test_ready_says_what_runs(system: System):
     """ready.json is private and names every process, each alive, and one key per tier."""
     assert stat.S_IMODE((system.data / "ready.json").stat().st_mode) == 0o600
@@ -187,20 +181,20 @@ def test_a_killed_server_comes_back(system: System, name: str):
 
 def test_keys_are_created_listed_and_revoked(system: System):
     """A key is shown once, listed without itself, works, and is refused soon after it was revoked."""
-    made = command(system, "keys", "create", "--tier", "free", "--user", "ada", "--org", "lab")
+    made = system.command("keys", "create", "--tier", "free", "--user", "ada", "--org", "lab")
     key = made.stdout.strip()
     assert key.startswith("sk-chorus-"), made
-    listed = command(system, "keys", "list", "--user", "ada").stdout
+    listed = system.command("keys", "list", "--user", "ada").stdout
     assert "lab/ada" in listed
     assert key not in listed
     asking = {"headers": {"Authorization": f"Bearer {key}"}, "timeout": 10}
     assert httpx.get(f"{system.gateways[0]}/v1/models", **asking).status_code == 200
     key_id = listed.split()[0]
-    assert "is revoked" in command(system, "keys", "revoke", key_id).stdout
+    assert "is revoked" in system.command("keys", "revoke", key_id).stdout
     eventually(
         lambda: httpx.get(f"{system.gateways[0]}/v1/models", **asking).status_code == 401, "the key is forgotten", 5.0
     )
-    assert "there is no key" in command(system, "keys", "revoke", "key_none").stderr
+    assert "there is no key" in system.command("keys", "revoke", "key_none").stderr
 
 
 def test_a_reply_s_log_is_printed(system: System):
@@ -208,12 +202,12 @@ def test_a_reply_s_log_is_printed(system: System):
     body = {"model": "stub", "input": "hello", "max_output_tokens": 8}
     headers = {"Authorization": f"Bearer {system.key()}"}
     reply = httpx.post(f"{system.gateways[0]}/v1/responses", json=body, headers=headers, timeout=30).json()["id"]
-    printed = command(system, "log", reply).stdout.splitlines()
+    printed = system.command("log", reply).stdout.splitlines()
     kinds = [line.split()[2] for line in printed[1:]]
     assert kinds[:2] == ["accepted", "open"]
     assert kinds[-1] == "end"
     assert set(kinds[2:-1]) == {"chunk"}
-    assert "it never was" in command(system, "log", reply[:-1] + ("0" if reply[-1] != "0" else "1")).stderr
+    assert "it never was" in system.command("log", reply[:-1] + ("0" if reply[-1] != "0" else "1")).stderr
 
 
 def test_servers_in_the_environment_take_the_place_of_ours(
