@@ -5,7 +5,7 @@ INSTALLED := .venv/.installed
 MODEL := .models/SmolLM2-135M-Instruct.Q4_1.gguf
 ARGS ?=
 
-.PHONY: setup models up test compose-test check drill sim bench-plane bench-peers bench-engine clean
+.PHONY: setup models up test clients compose-test check drill sim bench-plane bench-peers bench-engine clean
 
 # The kernels are compiled again only when their sources have changed; without a compiler torch takes their place.
 setup: $(INSTALLED)
@@ -25,12 +25,19 @@ $(MODEL): | $(INSTALLED)
 up: setup models
 	@$(BIN)/chorus up $(ARGS)
 
+# Two files at a time; ARGS="-n 0" for one.
 test: setup models
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
+
+# The official clients at pinned versions, in .venvs, and their tests. What cannot be had is named and skipped.
+# `make test` installs none of them, and runs those that are there.
+clients: setup
+	$(BIN)/python -m tests.clients.install
+	$(BIN)/python -m pytest tests/clients $(ARGS)
 
 # Needs a docker engine. Where no registry is reached, tests/compose/README.md says how its base images are made.
 compose-test: setup
-	CHORUS_COMPOSE=1 $(BIN)/python -m pytest tests/compose -p no:randomly $(ARGS)
+	CHORUS_COMPOSE=1 $(BIN)/python -m pytest tests/compose -n 0 -p no:randomly $(ARGS)
 
 check: setup
 	$(BIN)/ruff check .
