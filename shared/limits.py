@@ -99,6 +99,7 @@ METADATA_VALUE_CHARS_MAX = 512
 IDEMPOTENCY_KEY_CHARS_MAX = 255
 JSON_DEPTH_MAX = 64
 LOGIT_BIAS_MAX = 1024
+TOP_LOGPROBS_MAX = 20  # likeliest tokens told in each place
 INPUT_BYTES_MAX = 768 * KIB  # all text of a request as UTF-8; it must fit a bus message
 
 # --- conversations ---------------------------------------------------------------------------------

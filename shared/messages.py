@@ -70,6 +70,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False  # superset: benches and peers' workloads fix the length
     seed: int | None = None  # drawn by conversation when the client gave none
+    logprobs: int | None = None  # tell each token's log probability, and those of so many likeliest ones
 
 
 class RequestEcho(msgspec.Struct, frozen=True, kw_only=True):
@@ -84,6 +85,7 @@ class RequestEcho(msgspec.Struct, frozen=True, kw_only=True):
     top_p: float = 1.0
     metadata: dict[str, str] = {}
     service_tier: str = "auto"
+    top_logprobs: int = 0
     background: bool = False
     store: bool = True
     requested_model: str = ""  # what was asked for, when the ladder or a limit chose another
@@ -313,6 +315,14 @@ class Accepted(Message, frozen=True, kw_only=True, tag="accepted"):
     echo: RequestEcho
 
 
+class TokenLogprob(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """How likely a token was as the model gave it, before bias, penalties, temperature. Special tokens: no bytes."""
+
+    token: bytes
+    logprob: float
+    top: tuple[tuple[bytes, float], ...] = ()  # the likeliest in its place, likeliest first
+
+
 class Open(Message, frozen=True, kw_only=True, tag="open"):
     """By the router before each dispatch; ends the right of the writer before."""
 
@@ -333,6 +343,7 @@ class Chunk(Message, frozen=True, kw_only=True, tag="chunk"):
     text: str
     text_ends: tuple[int, ...]  # per token, the end of its text in `text`, in code points
     cached_tokens: int | None = None  # prompt tokens found in the prefix cache; in an attempt's first chunk
+    logprobs: tuple[TokenLogprob, ...] = ()  # per token, when the request asked for them
 
     @property
     def count(self) -> int:
@@ -347,6 +358,7 @@ class End(Message, frozen=True, kw_only=True, tag="end"):
     detail: str = ""  # a sentence for a person, when `failed` or `safety`
     checked: bool = True  # False: the safety verdict on the last window did not come in time
     ended_s: float = 0.0
+    core_s: float | None = None  # what the attempt that came to this end cost, in seconds of a core (or a GPU)
 
 
 Entry = Accepted | Open | Chunk | End
@@ -574,6 +586,7 @@ class EndedReply(Message, frozen=True, kw_only=True):
     detail: str = ""
     first_token_s: float | None = None
     opened_s: float | None = None  # when the first `open` was stored: until then it had waited in its lane
+    core_s: float | None = None  # of its last attempt, when that came to a natural end; USAGE has every attempt's
 
 
 class ReplyView(Message, frozen=True, kw_only=True):
@@ -589,6 +602,7 @@ class ReplyView(Message, frozen=True, kw_only=True):
     log_alive: bool = True  # False: only the stored text is left
     ended_s: float | None = None
     detail: str = ""
+    logprobs: tuple[TokenLogprob, ...] = ()  # from the log alone: they are not stored
 
 
 class UsageRecord(Message, frozen=True, kw_only=True):
@@ -606,6 +620,7 @@ class UsageRecord(Message, frozen=True, kw_only=True):
     output_tokens: int
     engine_s: float  # engine seconds, the step's time shared over its sequences
     at_s: float
+    core_s: float | None = None  # the same in seconds of a core (or a GPU): times as many as its engine has
 
 
 class JournalRecord(Message, frozen=True, kw_only=True):

@@ -16,6 +16,7 @@ Pure: no clock, no bus. `LogView` folds entries, `LogWriter` decides a replica's
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from itertools import repeat
 
 from shared.errors import TokenLogError
 from shared.limits import ATTEMPTS_MAX, CHUNK_TOKENS_MAX, EVENT_GAP, OPENS_MAX
@@ -27,6 +28,7 @@ from shared.messages import (
     Entry,
     Open,
     SequencedEntry,
+    TokenLogprob,
     Usage,
     encode,
     pack_ids,
@@ -122,6 +124,8 @@ class LogView:
             raise TokenLogError(f"chunk at token {entry.first_index}, but the log holds {len(self.ids)}")
         if entry.count == 0 or len(entry.text_ends) != entry.count:
             raise TokenLogError(f"a chunk of {entry.count} tokens with {len(entry.text_ends)} text ends")
+        if entry.logprobs and len(entry.logprobs) != entry.count:
+            raise TokenLogError(f"a chunk of {entry.count} tokens with {len(entry.logprobs)} log probabilities")
         texts = chunk_texts(entry)
         self.ids.extend(unpack_ids(entry.ids))
         self.texts.extend(texts)
@@ -171,6 +175,7 @@ def ended_reply(view: LogView) -> EndedReply:
         detail=end.detail,
         first_token_s=view.first_token_s,
         opened_s=view.opened_s,
+        core_s=end.core_s,
     )
 
 
@@ -244,18 +249,27 @@ class LogWriter:
         self.appended = first_index  # tokens in the log, as far as this writer knows
         self._attempt = attempt
         self._expected = open_seq
-        self._pending: list[tuple[int, str]] = []
+        self._pending: list[tuple[int, str, TokenLogprob | None]] = []
         self._cached_tokens: int | None = None
         self._end: End | None = None
         self._in_flight: Append | None = None
 
-    def offer(self, ids: Sequence[int], texts: Sequence[str], cached_tokens: int | None = None) -> None:
-        """Tokens sampled and the text each releases. `cached_tokens` comes with an attempt's first token."""
-        if len(ids) != len(texts):
-            raise ValueError(f"{len(ids)} tokens with {len(texts)} texts")
+    def offer(
+        self,
+        ids: Sequence[int],
+        texts: Sequence[str],
+        cached_tokens: int | None = None,
+        logprobs: Sequence[TokenLogprob] = (),
+    ) -> None:
+        """Tokens sampled and the text each releases. `cached_tokens` comes with an attempt's first token.
+
+        `logprobs` is one per token, always or never.
+        """
+        if len(ids) != len(texts) or (logprobs and len(logprobs) != len(ids)):
+            raise ValueError(f"{len(ids)} tokens with {len(texts)} texts and {len(logprobs)} log probabilities")
         if self._end is not None:
             raise TokenLogError("tokens after the end")
-        self._pending.extend(zip(ids, texts, strict=True))
+        self._pending.extend(zip(ids, texts, logprobs or repeat(None), strict=False))
         if cached_tokens is not None:
             self._cached_tokens = cached_tokens
 
@@ -291,17 +305,18 @@ class LogWriter:
     def _cut_chunk(self) -> Chunk:
         taken, self._pending = self._pending[:CHUNK_TOKENS_MAX], self._pending[CHUNK_TOKENS_MAX:]
         ends, at = [], 0
-        for _, text in taken:
+        for _, text, _ in taken:
             at += len(text)
             ends.append(at)
         cached, self._cached_tokens = self._cached_tokens, None
         return Chunk(
             attempt=self._attempt,
             first_index=self.appended,
-            ids=pack_ids(token for token, _ in taken),
-            text="".join(text for _, text in taken),
+            ids=pack_ids(token for token, _, _ in taken),
+            text="".join(text for _, text, _ in taken),
             text_ends=tuple(ends),
             cached_tokens=cached,
+            logprobs=tuple(odds for _, _, odds in taken if odds is not None),
         )
 
     def acked(self, seq: int) -> None:

@@ -112,6 +112,7 @@ class Archive:
             input_tokens=ended.usage.input_tokens,
             cached_tokens=ended.usage.cached_tokens,
             output_tokens=ended.usage.output_tokens,
+            core_s=None if ended.core_s is None else round(ended.core_s, 6),
             attempts=ended.attempts,
             checked=ended.checked,
             background=accepted.echo.background,

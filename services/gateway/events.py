@@ -17,11 +17,13 @@ from services.gateway.openai_objects import (
     REFUSAL_TEXT,
     Json,
     chat_base,
+    chat_logprobs,
     chat_usage,
     failure_of,
     finish_reason,
     has_item,
     item_status,
+    logprob_list,
     message_item,
     reason_of,
     refusal_part,
@@ -30,10 +32,10 @@ from services.gateway.openai_objects import (
     text_part,
     with_metadata,
 )
-from services.gateway.reply import ReplyFold, ids_from, text_from
+from services.gateway.reply import ReplyFold, ids_from, logprobs_from, text_from
 from shared.ids import output_item_id
 from shared.limits import EVENT_GAP
-from shared.messages import Chunk, End, Notice, Open, SequencedEntry
+from shared.messages import Chunk, End, Notice, Open, SequencedEntry, TokenLogprob
 from shared.outcomes import EndReason
 from shared.token_log import (
     EVENT_BASE,
@@ -95,7 +97,8 @@ class ResponseEvents:
         self._item_added = False
         self._text: list[str] = []  # released, not yet in a delta
         self._ids: list[int] = []
-        self._head = self._tail = b""
+        self._logprobs: list[TokenLogprob] = []
+        self._head = b""
 
     def feed(self, items: Sequence[SequencedEntry]) -> list[Event]:
         """The events of the next entries; neighbouring chunks become one delta."""
@@ -146,7 +149,6 @@ class ResponseEvents:
         assert accepted is not None
         item = _json(output_item_id(accepted.reply_id))
         self._head = b',"item_id":' + item + b',"output_index":0,"content_index":0,"delta":'
-        self._tail = b',"logprobs":[]'
         self._lifecycle(events, EVENT_CREATED, "response.created", "queued")
 
     def _lifecycle(self, events: list[Event], number: int, name: str, status: str) -> None:
@@ -161,16 +163,20 @@ class ResponseEvents:
             self._text.append(text)
         if self._token_ids:
             self._ids += ids_from(chunk, self._shown)
+        if chunk.logprobs:
+            self._logprobs += logprobs_from(chunk, self._shown)
         self._shown = max(self._shown, self.fold.tokens)
 
-    def _flush(self, events: list[Event], *, ids_too: bool = False) -> None:
+    def _flush(self, events: list[Event], *, last: bool = False) -> None:
         """One delta of what was released; tokens that released nothing wait for one that does, or for the end."""
         if self.fold.tokens and not self._item_added:
             self._add_item(events)
-        if not self._text and not (ids_too and self._ids):
+        logprobs = logprob_list(self._logprobs) if self._text or last else []
+        if not self._text and not (last and (self._ids or logprobs)):
             return
         number = event_of_token(self.fold.tokens - 1)
-        tail = self._tail
+        tail = b',"logprobs":' + _json(logprobs)
+        self._logprobs.clear()
         if self._token_ids:
             tail += b',"token_ids":' + _json(self._ids)
             self._ids = []
@@ -193,7 +199,7 @@ class ResponseEvents:
         self._emit(events, EVENT_PART_ADDED, "response.content_part.added", self._part(0, {"part": text_part("")}))
 
     def _close(self, events: list[Event]) -> None:
-        self._flush(events, ids_too=True)
+        self._flush(events, last=True)
         view = self.fold.view
         reason = reason_of(view)
         assert reason is not None
@@ -201,14 +207,14 @@ class ResponseEvents:
         if has_item(reason, self.fold.tokens):
             if not self._item_added:
                 self._add_item(events)
-            self._close_item(events, first, view.text, reason)
+            self._close_item(events, first, text_part(view.text, view.logprobs), reason)
         response = response_object(view, token_ids=self._token_ids)
         kind = {"completed": "completed", "failed": "failed"}.get(response["status"], "incomplete")
         self._emit(events, first + _TERMINAL, f"response.{kind}", {"response": response})
 
-    def _close_item(self, events: list[Event], first: int, text: str, reason: EndReason) -> None:
-        parts = [text_part(text)]
-        done = self._part(0, {"text": text, "logprobs": []})
+    def _close_item(self, events: list[Event], first: int, text: Json, reason: EndReason) -> None:
+        parts = [text]
+        done = self._part(0, {"text": text["text"], "logprobs": text["logprobs"]})
         self._emit(events, first + _TEXT_DONE, "response.output_text.done", done)
         self._emit(events, first + _PART_DONE, "response.content_part.done", self._part(0, {"part": parts[0]}))
         if reason is EndReason.SAFETY:
@@ -262,6 +268,7 @@ class ChatEvents:
         events: list[Event] = []
         text: list[str] = []
         ids: list[int] = []
+        logprobs: list[TokenLogprob] = []
         for item in items:
             if self.fold.end is not None:
                 break
@@ -271,9 +278,11 @@ class ChatEvents:
                 text.append(text_from(item.entry, have))
                 if self._token_ids:
                     ids += ids_from(item.entry, have)
+                if item.entry.logprobs:
+                    logprobs += logprobs_from(item.entry, have)
             elif not self._head:
                 self._begin(events)
-        self._delta(events, "".join(text), ids)
+        self._delta(events, "".join(text), ids, logprobs)
         if self.fold.end is not None:
             self._close(events)
         return events
@@ -291,13 +300,14 @@ class ChatEvents:
         self._base = chat_base(accepted, "chat.completion.chunk")
         opening = _json(self._base)[:-1]
         self._head = opening + b',"choices":[{"index":0,"delta":{"content":'
-        self._tail = b'},"logprobs":null,"finish_reason":null}]' + (b',"usage":null' if self._include_usage else b"")
+        self._tail = b',"finish_reason":null}]' + (b',"usage":null' if self._include_usage else b"")
         self._choice(events, {"role": "assistant", "content": "", "refusal": None}, None)
 
-    def _delta(self, events: list[Event], text: str, ids: list[int]) -> None:
-        if text or ids:
+    def _delta(self, events: list[Event], text: str, ids: list[int], logprobs: Sequence[TokenLogprob]) -> None:
+        if text or ids or any(odds.token for odds in logprobs):
             more = b',"token_ids":' + _json(ids) if self._token_ids else b""
-            events.append(Event(None, None, self._head + _json(text) + self._tail + more + b"}"))
+            odds = b'},"logprobs":' + (_json(chat_logprobs(logprobs)) if logprobs else b"null")
+            events.append(Event(None, None, self._head + _json(text) + odds + self._tail + more + b"}"))
 
     def _choice(self, events: list[Event], delta: Json, finish: str | None) -> None:
         choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish}

@@ -1,12 +1,12 @@
 """JSON from outside -> `SendMessage`. Everything is checked here, once; nobody behind the gateway checks again. Pure.
 
 Unknown fields are ignored, as clients of many versions send them; known ones that would change the answer and that
-we cannot honour (tools, images, log probabilities, n > 1) are refused by name, never silently dropped.
+we cannot honour (tools, images, n > 1) are refused by name, never silently dropped.
 """
 
 import hashlib
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from msgspec import Meta
@@ -20,12 +20,14 @@ from shared.limits import (
     LOGIT_BIAS_MAX,
     STOP_CHARS_MAX,
     STOP_SEQUENCES_MAX,
+    TOP_LOGPROBS_MAX,
 )
 from shared.messages import ROOT, InputItem, Principal, RequestEcho, Sampling, SendMessage
 from shared.outcomes import Refusal, RefusalKind
 from shared.tiers import SERVICE_TIERS
 
 TOKEN_IDS = "chorus.token_ids"  # noqa: S105 - an `include` value, no secret
+LOGPROBS = "message.output_text.logprobs"  # another one
 
 _SEED_BITS = (1 << 63) - 1
 
@@ -65,7 +67,7 @@ class _Body(msgspec.Struct, kw_only=True):
     include: Annotated[list[Name], Meta(max_length=32)] | None = None
     tools: Many | None = None
     tool_choice: Any = None
-    top_logprobs: int | None = None
+    top_logprobs: Annotated[int, Meta(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
 
 
 class _TextFormat(msgspec.Struct):
@@ -109,6 +111,27 @@ class _ChatBody(_Body, kw_only=True):
 _responses_decoder = msgspec.json.Decoder(_ResponsesBody)
 _chat_decoder = msgspec.json.Decoder(_ChatBody)
 
+# The whole range, as a decoder names only the end that was passed.
+_MUST_BE = {
+    "temperature": "a number from 0 to 2",
+    "top_p": "a number above 0, at most 1",
+    "top_k": "an integer from 0 (off) to 1000000",
+    "min_p": "a number from 0 to 1",
+    "presence_penalty": "a number from -2 to 2",
+    "frequency_penalty": "a number from -2 to 2",
+    "repetition_penalty": "a number above 0, at most 10",
+    "logit_bias": f"at most {LOGIT_BIAS_MAX} token ids, each with a number from -100 to 100",
+    "seed": f"an integer from {-(1 << 63)} to {_SEED_BITS}",
+    "stop": f"a string of 1 to {STOP_CHARS_MAX} characters, or at most {STOP_SEQUENCES_MAX} of them",
+    "top_logprobs": f"an integer from 0 to {TOP_LOGPROBS_MAX}",
+    "ignore_eos": "true or false",
+    "logprobs": "true or false",
+    "n": "1: one choice per request",
+    "max_tokens": f"an integer from 1 to {1 << 31}",
+    "max_completion_tokens": f"an integer from 1 to {1 << 31}",
+    "max_output_tokens": f"an integer from 1 to {1 << 31}",
+}
+
 
 class Asked(msgspec.Struct, frozen=True, kw_only=True):
     """A checked request: what goes to conversation, and how the client wants to hear of it."""
@@ -142,7 +165,7 @@ class Asked(msgspec.Struct, frozen=True, kw_only=True):
 
 def parse_response(data: bytes, catalog: Catalog) -> Asked:
     """The body of `POST /v1/responses`; raises RefusedError naming the field."""
-    body = decode(_responses_decoder, data)
+    body = _decode(_responses_decoder, data)
     _refuse_unsupported(body)
     if body.text is not None and body.text.format is not None:
         _refuse_format(body.text.format, "text.format")
@@ -173,19 +196,20 @@ def parse_response(data: bytes, catalog: Catalog) -> Asked:
         background=bool(body.background),
         store=body.store is not False,
     )
-    return _asked(body, items, echo, "input", body.branch_from)
+    logprobs = LOGPROBS in (body.include or ()) or bool(body.top_logprobs)
+    return _asked(body, items, echo, "input", logprobs=logprobs, branch_from=body.branch_from)
 
 
 def parse_chat(data: bytes, catalog: Catalog) -> Asked:
     """The body of `POST /v1/chat/completions`; raises RefusedError naming the field."""
-    body = decode(_chat_decoder, data)
+    body = _decode(_chat_decoder, data)
     _refuse_unsupported(body)
     if body.response_format is not None:
         _refuse_format(body.response_format, "response_format")
     if body.n not in (None, 1):
-        raise bad_request("n must be 1: one choice per request.", "n")
-    if body.logprobs:
-        raise bad_request("Log probabilities are not supported.", "logprobs")
+        raise bad_request(f"n must be {_MUST_BE['n']}.", "n")
+    if body.top_logprobs and not body.logprobs:
+        raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
     for given, param in ((body.functions, "functions"), (body.function_call, "function_call"), (body.audio, "audio")):
         if given:
             raise bad_request(f"{param} is not supported.", param)
@@ -194,7 +218,22 @@ def parse_chat(data: bytes, catalog: Catalog) -> Asked:
     items = tuple(item_of(item, f"messages[{at}]") for at, item in enumerate(body.messages))
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
     echo = _echo(body, catalog, door="chat", max_output_tokens=limit, store=bool(body.store))
-    return _asked(body, items, echo, "messages")
+    return _asked(body, items, echo, "messages", logprobs=bool(body.logprobs))
+
+
+_B = TypeVar("_B", bound=_Body)
+
+
+def _decode(decoder: msgspec.json.Decoder[_B], data: bytes) -> _B:
+    """As `bodies.decode`, and what is out of its range is told the whole range."""
+    try:
+        return decode(decoder, data)
+    except RefusedError as error:
+        param = error.refusal.param or ""
+        name = param.partition("[")[0]
+        if name not in _MUST_BE:
+            raise
+        raise bad_request(f"{name} must be {_MUST_BE[name]}.", param) from None
 
 
 def _refuse_unsupported(body: _Body) -> None:
@@ -202,10 +241,6 @@ def _refuse_unsupported(body: _Body) -> None:
         raise bad_request("Tools are not supported.", "tools")
     if body.tool_choice not in (None, "auto", "none"):
         raise bad_request("Tools are not supported: tool_choice may be 'auto' or 'none'.", "tool_choice")
-    if body.top_logprobs:
-        raise bad_request("Log probabilities are not supported.", "top_logprobs")
-    if body.include is not None and "message.output_text.logprobs" in body.include:
-        raise bad_request("Log probabilities are not supported.", "include")
     if body.service_tier is not None and body.service_tier not in SERVICE_TIERS:
         raise bad_request(f"service_tier must be one of {', '.join(SERVICE_TIERS)}.", "service_tier")
 
@@ -224,6 +259,7 @@ def _echo(body: _Body, catalog: Catalog, **fields: Any) -> RequestEcho:
         top_p=1.0 if body.top_p is None else body.top_p,
         metadata=dict(sorted((body.metadata or {}).items())),
         service_tier=body.service_tier or "auto",
+        top_logprobs=body.top_logprobs or 0,
         requested_model=model,
         **fields,
     )
@@ -242,12 +278,18 @@ def _check_place(conversation: str | None, branch_from: str | None) -> None:
 
 
 def _asked(
-    body: _Body, items: tuple[InputItem, ...], echo: RequestEcho, param: str, branch_from: str | None = None
+    body: _Body,
+    items: tuple[InputItem, ...],
+    echo: RequestEcho,
+    param: str,
+    *,
+    logprobs: bool,
+    branch_from: str | None = None,
 ) -> Asked:
     bound_texts([item.text for item in items] + [echo.instructions or ""], param)
     if all(not item.text for item in items):
         raise bad_request(f"{param} must hold some text.", param)
-    sampling = _sampling(body)
+    sampling = _sampling(body, logprobs=logprobs)
     said = [echo.requested_model, items, sampling, echo]  # its maps are sorted
     canonical = msgspec.msgpack.encode(said if branch_from is None else [*said, branch_from])
     return Asked(
@@ -273,7 +315,7 @@ def check_model(model: str, catalog: Catalog) -> None:
 # --- pieces ----------------------------------------------------------------------------------------------
 
 
-def _sampling(body: _Body) -> Sampling:
+def _sampling(body: _Body, *, logprobs: bool) -> Sampling:
     stop = (body.stop,) if isinstance(body.stop, str) else tuple(body.stop or ())
     for text in stop:
         clean(text, "stop")
@@ -293,6 +335,8 @@ def _sampling(body: _Body) -> Sampling:
     }
     if body.seed is not None:
         given["seed"] = body.seed & _SEED_BITS
+    if logprobs:
+        given["logprobs"] = body.top_logprobs or 0
     return Sampling(stop=stop, logit_bias=_logit_bias(body.logit_bias or {}), **given)
 
 

@@ -1,11 +1,11 @@
 """Replies, messages, models and errors as OpenAI's JSON has them. Pure: plain dicts, encoded by the caller."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shared.catalog import ModelCard
 from shared.ids import chat_id, output_item_id
-from shared.messages import Accepted, InputItem, ReplyView, RequestEcho, Usage, unpack_ids
+from shared.messages import Accepted, InputItem, ReplyView, RequestEcho, TokenLogprob, Usage, unpack_ids
 from shared.outcomes import CANCELLED_ENDS, EndReason
 from shared.tiers import Tier
 
@@ -47,8 +47,22 @@ def has_item(reason: EndReason | None, tokens: int) -> bool:
     return tokens > 0 or (reason is not None and (reason.natural or reason is EndReason.SAFETY))
 
 
-def text_part(text: str) -> Json:
-    return {"type": "output_text", "annotations": [], "logprobs": [], "text": text}
+def text_part(text: str, logprobs: Iterable[TokenLogprob] = ()) -> Json:
+    return {"type": "output_text", "annotations": [], "logprobs": logprob_list(logprobs), "text": text}
+
+
+def logprob_list(logprobs: Iterable[TokenLogprob]) -> list[Json]:
+    """As both doors have them. A token without bytes of its own, as the one that ends a reply, is not in the text."""
+    return [
+        {**_logprob(odds.token, odds.logprob), "top_logprobs": [_logprob(*other) for other in odds.top]}
+        for odds in logprobs
+        if odds.token
+    ]
+
+
+def _logprob(token: bytes, logprob: float) -> Json:
+    """Part of a character shows as U+FFFD; the bytes say what it is."""
+    return {"token": token.decode(errors="replace"), "bytes": list(token), "logprob": logprob}
 
 
 def refusal_part(text: str) -> Json:
@@ -65,7 +79,7 @@ def output_items(view: ReplyView) -> list[Json]:
     tokens = _tokens(view)
     if not has_item(reason, tokens):
         return []
-    parts = [text_part("" if view.withdrawn else view.text)]
+    parts = [text_part("") if view.withdrawn else text_part(view.text, view.logprobs)]
     if reason is EndReason.SAFETY:
         parts.append(refusal_part(REFUSAL_TEXT))
     return [message_item(view.accepted.reply_id, item_status(reason), parts)]
@@ -135,7 +149,7 @@ def response_base(accepted: Accepted) -> Json:
         "text": {"format": {"type": "text"}},
         "tool_choice": "auto",
         "tools": [],
-        "top_logprobs": 0,
+        "top_logprobs": echo.top_logprobs,
         "top_p": echo.top_p,
         "truncation": "auto",
         "usage": None,
@@ -220,7 +234,13 @@ def chat_completion(view: ReplyView, *, token_ids: bool = False) -> Json:
         "refusal": REFUSAL_TEXT if reason is EndReason.SAFETY else None,
         "annotations": [],
     }
-    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": finish_reason(reason)}
+    shown = () if view.withdrawn else view.logprobs
+    choice = {
+        "index": 0,
+        "message": message,
+        "logprobs": chat_logprobs(shown),
+        "finish_reason": finish_reason(reason),
+    }
     made = chat_base(view.accepted, "chat.completion")
     made["choices"] = [choice]
     made["usage"] = chat_usage(view.usage or Usage(input_tokens=view.accepted.input_tokens, output_tokens=0))
@@ -228,6 +248,10 @@ def chat_completion(view: ReplyView, *, token_ids: bool = False) -> Json:
     if token_ids:
         made["chorus"] = {"token_ids": unpack_ids(view.ids), "end_reason": reason.value, "checked": view.checked}
     return made
+
+
+def chat_logprobs(logprobs: Sequence[TokenLogprob]) -> Json | None:
+    return {"content": logprob_list(logprobs), "refusal": None} if logprobs else None
 
 
 def chat_usage(usage: Usage) -> Json:

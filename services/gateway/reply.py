@@ -15,6 +15,7 @@ from shared.messages import (
     Open,
     ReplyView,
     SequencedEntry,
+    TokenLogprob,
     Usage,
     unpack_ids,
 )
@@ -35,6 +36,7 @@ class ReplyFold:
         self.last_seq = 0
         self._texts: list[str] = []
         self._ids: list[bytes] | None = [] if keep_ids else None
+        self._logprobs: list[TokenLogprob] = []  # only of those who asked for them
 
     def add(self, item: SequencedEntry) -> None:
         """The next entry; raises TokenLogError when something before it is missing."""
@@ -63,6 +65,7 @@ class ReplyFold:
                 self._texts = ["".join(self._texts)]
             if self._ids is not None:
                 self._ids.append(chunk.ids[4 * have :])
+            self._logprobs += chunk.logprobs[have:]
             self.tokens = chunk.first_index + chunk.count
         if chunk.cached_tokens is not None:
             self.cached_tokens = max(self.cached_tokens, chunk.cached_tokens)
@@ -92,6 +95,7 @@ class ReplyFold:
             checked=end is None or end.checked,
             ended_s=None if end is None else end.ended_s,
             detail="" if end is None else end.detail,
+            logprobs=tuple(self._logprobs),
         )
 
 
@@ -106,6 +110,11 @@ def text_from(chunk: Chunk, index: int) -> str:
 def ids_from(chunk: Chunk, index: int) -> list[int]:
     """The token ids of a chunk from token `index` of the reply on."""
     return unpack_ids(chunk.ids[4 * max(0, index - chunk.first_index) :])
+
+
+def logprobs_from(chunk: Chunk, index: int) -> tuple[TokenLogprob, ...]:
+    """Of the chunk's tokens from token `index` of the reply on, when the log has any."""
+    return chunk.logprobs[max(0, index - chunk.first_index) :]
 
 
 def stored_entries(view: ReplyView) -> Sequence[SequencedEntry]:

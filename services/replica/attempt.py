@@ -21,7 +21,7 @@ from enum import Enum, StrEnum
 
 from shared.errors import IllegalEventError
 from shared.limits import ACK_WAIT_S, IDLE_END_S, SAFETY_VERDICT_S, SAFETY_WINDOW_CHARS
-from shared.messages import Dispatch, End, Open, SequencedEntry
+from shared.messages import Dispatch, End, Open, SequencedEntry, TokenLogprob
 from shared.outcomes import EndReason
 from shared.token_log import Append, LogWriter, WriterState
 
@@ -98,9 +98,16 @@ class Attempt:
     """The state of one (reply, attempt) in this replica."""
 
     def __init__(
-        self, dispatch: Dispatch, *, replica: str, now: float, epoch_s: float, idle_end_s: float = IDLE_END_S
+        self,
+        dispatch: Dispatch,
+        *,
+        replica: str,
+        now: float,
+        epoch_s: float,
+        idle_end_s: float = IDLE_END_S,
+        cores: int = 1,
     ) -> None:
-        """`epoch_s` added to `now` gives seconds since the epoch."""
+        """`epoch_s` added to `now` gives seconds since the epoch. A step of the engine takes `cores`."""
         accepted = dispatch.request.accepted
         self.reply_id = accepted.reply_id
         self.number = dispatch.attempt
@@ -118,7 +125,7 @@ class Attempt:
         self._unsent_s: tuple[float, float] | None = None  # the same of those not yet sent
         # the lease: whom it reports to, and which delivery it keeps alive
         self.router, self.ack_subject, self.delivered = dispatch.router, dispatch.ack_subject, dispatch.delivered
-        self._epoch_s = epoch_s
+        self._epoch_s, self._cores = epoch_s, cores
         self._by = f"{replica}#{dispatch.attempt}"
         self._outcome: tuple[Outcome, str] = (Outcome.ENDED, "")
         self._deadline = now + dispatch.deadline_left_s
@@ -141,19 +148,31 @@ class Attempt:
         return self.phase is Phase.OVER
 
     @property
+    def core_s(self) -> float:
+        """What it cost so far as the engine told, in seconds of a core."""
+        return self.engine_s * self._cores
+
+    @property
     def output_tokens(self) -> int:
         """Tokens of this attempt that stand in the log."""
         return self.writer.appended - self.first_index
 
     # --- from the engine -------------------------------------------------------------------------------
 
-    def tokens(self, ids: tuple[int, ...], texts: tuple[str, ...], cached_tokens: int | None, sampled_s: float) -> None:
+    def tokens(
+        self,
+        ids: tuple[int, ...],
+        texts: tuple[str, ...],
+        cached_tokens: int | None,
+        sampled_s: float,
+        logprobs: tuple[TokenLogprob, ...] = (),
+    ) -> None:
         """Sampled tokens. What comes after the reply was ended or given up is dropped."""
         if self.phase is not Phase.RUNNING or not ids:
             return
         if cached_tokens is not None:
             self.cached_tokens = cached_tokens
-        self.writer.offer(ids, texts, cached_tokens)
+        self.writer.offer(ids, texts, cached_tokens, logprobs)
         self.sampled_tokens += len(ids)
         self._texts.extend(texts)
         self._unsent_s = (self._unsent_s[0] if self._unsent_s else sampled_s, sampled_s)
@@ -316,7 +335,10 @@ class Attempt:
     def _end(self, reason: EndReason, now: float, *, detail: str = "", checked: bool = True) -> list[Command]:
         self._go(Turn.DECIDED)
         ended_s = self._epoch_s + now
-        self.writer.finish(End(reason=reason, by=self._by, detail=detail, checked=checked, ended_s=ended_s))
+        core_s = self.core_s if self._natural is not None else None  # else the engine has not told it yet
+        self.writer.finish(
+            End(reason=reason, by=self._by, detail=detail, checked=checked, ended_s=ended_s, core_s=core_s)
+        )
         return self._abort(reason.value)
 
     def _give_up(self, outcome: Outcome, detail: str) -> list[Command]:

@@ -20,6 +20,7 @@ class Capacity:
     blocks_total: int
     context_max: int
     running_max: int
+    cores: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,14 @@ class AttemptTable:
         refusal = self._refuse(dispatch)
         if refusal is not None:
             return refusal
-        attempt = Attempt(dispatch, replica=self._replica, now=now, epoch_s=epoch_s, idle_end_s=self._idle_end_s)
+        attempt = Attempt(
+            dispatch,
+            replica=self._replica,
+            now=now,
+            epoch_s=epoch_s,
+            idle_end_s=self._idle_end_s,
+            cores=self.capacity.cores if self.capacity is not None else 1,
+        )
         replaced = (current, current.superseded()) if current is not None else None
         self.taken += 1
         self._by_reply[reply_id] = self._by_sequence[attempt.sequence_id] = attempt

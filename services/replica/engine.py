@@ -3,7 +3,7 @@
 interval        from                       to
 step_s          plan made                  runner returned        (what the step model predicts)
 queued_s        submitted to the engine    first admitted
-engine_s        a sequence's share of step_s, by its tokens in the step
+engine_s        a sequence's share of step_s: of the weights read, of its tokens computed, of its context read
 """
 
 from collections.abc import Callable, Iterable
@@ -108,7 +108,8 @@ class Engine:
 
     def _run(self, plan: StepPlan) -> tuple[list[Output], float, float]:
         """(outputs, measured seconds, predicted seconds)."""
-        predicted_s = predict(self._step_times.model, plan.tokens, plan.context_tokens)
+        model = self._step_times.model
+        predicted_s = predict(model, plan.tokens, plan.context_tokens)
         began = self._clock()
         self._marker.begin(began, predicted_s)
         result = self._runner.run(plan)
@@ -117,8 +118,8 @@ class Engine:
         only_decodes = plan.tokens == len(plan.chunks)
         sample = StepSample(plan.tokens, plan.context_tokens, now - began)
         self._step_times.observe(sample, only_decodes=only_decodes)
-        outputs = self._scheduler.commit(plan, StepResult(result.sampled, now - began), now)
-        return outputs, now - began, predicted_s
+        timed = StepResult(result.sampled, now - began, result.odds)
+        return self._scheduler.commit(plan, timed, now, model), now - began, predicted_s
 
     def _stats(self, plan: StepPlan, seconds: float, predicted_s: float) -> EngineStats:
         load = self._scheduler.load()
@@ -175,6 +176,7 @@ def _tokens(output: Output) -> SequenceTokens:
         queued_s=output.queued_s,
         finish=output.finish,
         engine_s=output.engine_s,
+        logprobs=output.logprobs,
     )
 
 

@@ -35,7 +35,7 @@ from services.replica.engine_messages import (
 )
 from services.replica.runner import Runner
 from services.replica.stub_runner import StubRunner
-from services.replica.warm_up import SHAPES, draw_test_token, step_budgets, warm_up
+from services.replica.warm_up import SHAPES, draw_test_token, settle_memory, step_budgets, warm_up
 from shared.catalog import STUB_FILE
 from shared.clock import now_s
 from shared.errors import ChorusError, ConfigError
@@ -170,6 +170,9 @@ def start(port: SocketPort, config: EngineConfig, marker: SharedMarker) -> Engin
             running_max=config.running_max,
             step=step_times.model,
             phases_s=phases,
+            step_tokens=alone,
+            mixed_tokens=mixed,
+            cores=config.threads,
         )
     )
     return engine
@@ -193,6 +196,7 @@ def main(socket_fd: int, marker_fd: int) -> int:
     try:
         config = port.take_config()
         engine = start(port, config, SharedMarker(marker_fd))
+        settle_memory()
         run_engine(engine, port, port)
     except (EOFError, BrokenPipeError, ConnectionResetError):
         return EXIT_ORPHANED

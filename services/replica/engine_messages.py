@@ -11,7 +11,7 @@ import msgspec
 
 from services.replica.core.scheduler import WhyNot
 from shared.limits import ENGINE_FRAME_BYTES_MAX, ENGINE_RUNNING_MAX, ENGINE_WAITING_MAX, MIB
-from shared.messages import Sampling, StepModel
+from shared.messages import Sampling, StepModel, TokenLogprob
 from shared.outcomes import EndReason
 from shared.tiers import Tier
 
@@ -82,6 +82,9 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     running_max: int
     step: StepModel
     phases_s: dict[str, float]  # start-up by phase
+    step_tokens: int  # of prompts, most in a step when nobody decodes
+    mixed_tokens: int  # and beside decodes
+    cores: int = 1  # of a processor, or GPUs, that a step takes
 
 
 class SequenceTokens(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
@@ -94,6 +97,7 @@ class SequenceTokens(msgspec.Struct, frozen=True, kw_only=True, array_like=True)
     queued_s: float | None = None  # with the first token
     finish: EndReason | None = None
     engine_s: float = 0.0  # with `finish`
+    logprobs: tuple[TokenLogprob, ...] = ()  # per token, when asked for
 
 
 class SequenceRefused(msgspec.Struct, frozen=True, kw_only=True, array_like=True):

@@ -52,7 +52,13 @@ def heartbeat(beat: Beat) -> ReplicaHealth:
         tokens_per_s=beat.tokens_per_s,
         http=beat.http,
         dispatches=beat.dispatches,
+        step_tokens=_step_tokens(beat.ready, stats.running),
     )
+
+
+def _step_tokens(ready: EngineReady, running: int) -> int:
+    """Token budget of the next steps: beside decodes they are shorter."""
+    return min(ready.step_tokens, running + ready.mixed_tokens) if running else ready.step_tokens
 
 
 def is_full(health: ReplicaHealth) -> bool:

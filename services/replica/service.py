@@ -111,7 +111,10 @@ class ReplicaService:
         ready = await self._engine.start(self._settings.engine_config(), on_progress=self._on_progress)
         self._log.info("engine_ready", model=ready.model_name, version=ready.model_version, phases_s=ready.phases_s)
         self._table.capacity = Capacity(
-            blocks_total=ready.blocks_total, context_max=ready.context_max, running_max=ready.running_max
+            blocks_total=ready.blocks_total,
+            context_max=ready.context_max,
+            running_max=ready.running_max,
+            cores=ready.cores,
         )
         names, replica = self._names, self.replica
         self._subscriptions = {
@@ -320,7 +323,7 @@ class ReplicaService:
             if attempt is None:
                 continue
             self._unseen.pop(attempt, None)
-            attempt.tokens(tokens.ids, tokens.texts, tokens.cached_tokens, sampled_s)
+            attempt.tokens(tokens.ids, tokens.texts, tokens.cached_tokens, sampled_s, tokens.logprobs)
             if tokens.finish is not None:
                 self._note_freed(tokens.sequence_id, now)
                 self._perform(attempt, attempt.finished(tokens.finish, tokens.engine_s, now))
@@ -428,6 +431,7 @@ class ReplicaService:
             output_tokens=attempt.output_tokens,
             engine_s=attempt.engine_s,
             at_s=clock.wall_s(),
+            core_s=attempt.core_s,
         )
         message_id = f"{attempt.reply_id}:{attempt.number}"
         self._outbox.put(self._names.usage(attempt.reply_id), encode(record), message_id)

@@ -126,6 +126,8 @@ class PlaceEngine:
             running_max=running_max,
             step=times.model,
             phases_s={},
+            step_tokens=256,
+            mixed_tokens=64,
         )
         self.stats: EngineStats = self._engine.stats()
 

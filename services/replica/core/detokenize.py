@@ -12,6 +12,7 @@ characters were cut into tokens.
 import codecs
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 
@@ -22,8 +23,20 @@ class Vocabulary:
     token_bytes: Sequence[bytes]
     stop_ids: frozenset[int]
 
+    @cached_property
+    def texts(self) -> list[str | None]:
+        """Per token its text, where its bytes are whole characters; so that most tokens need no decoding."""
+        return [_whole(data) for data in self.token_bytes]
+
     def __len__(self) -> int:
         return len(self.token_bytes)
+
+
+def _whole(data: bytes) -> str | None:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 class Released(NamedTuple):
@@ -66,21 +79,30 @@ def _fallbacks(stop: str) -> list[int]:
 class ReplyText:
     """The text of one reply as it grows. After `stopped` or `flush` nothing may be pushed."""
 
-    __slots__ = ("_decoder", "_held", "_matchers")
+    __slots__ = ("_held", "_matchers", "_partial", "clear")
 
     def __init__(self, stops: Iterable[str] = ()) -> None:
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._partial = b""  # the beginning of a character
         self._matchers = [StopMatcher(stop) for stop in stops if stop]
+        self.clear = not self._matchers  # nothing is held, and nothing can be but half characters
         self._held = ""  # decoded, and possibly the beginning of a stop string
 
     def push(self, data: bytes) -> Released:
         """The text that the next token's bytes release."""
-        text = self._decoder.decode(data)
+        text = self._decode(data, final=False)
         return self._match(text) if self._matchers else Released(text, stopped=False)
+
+    def _decode(self, data: bytes, *, final: bool) -> str:
+        if self._partial:
+            data = self._partial + data
+        text, used = codecs.utf_8_decode(data, "replace", final)
+        self._partial = data[used:]
+        self.clear = not self._matchers and not self._partial
+        return text
 
     def flush(self) -> str:
         """What is still held, when the reply ends without a stop string; half a character shows as U+FFFD."""
-        tail = self._match(self._decoder.decode(b"", final=True))
+        tail = self._match(self._decode(b"", final=True))
         return tail.text if tail.stopped else tail.text + self._held
 
     def _match(self, text: str) -> Released:

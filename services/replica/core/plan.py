@@ -1,5 +1,7 @@
 """A step's plan and its result, as values: what the scheduler hands to a runner and gets back.
 
+These are made anew for every sequence in every step, so they are structs that cost a tenth of a dataclass.
+
 One sequence's part of a step is a chunk: the tokens it still has to catch up with, as far as the step's budget goes.
 
     prompt + output   ├────────────── num_tokens ───────────────┤
@@ -9,15 +11,16 @@ One sequence's part of a step is a chunk: the tokens it still has to catch up wi
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import cached_property
+
+import msgspec
 
 from shared.limits import BLOCK_TOKENS
-from shared.messages import Sampling
+from shared.messages import Sampling, TokenLogprob
 from shared.outcomes import EndReason
 
 
-@dataclass(frozen=True, slots=True)
-class SampleParams:
+class SampleParams(msgspec.Struct, frozen=True, gc=False):
     """How the chunk's last row is sampled: draw number `position` (output tokens so far) of the reply's `seed`."""
 
     sampling: Sampling
@@ -27,8 +30,7 @@ class SampleParams:
     output_ids: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class SeqChunk:
+class SeqChunk(msgspec.Struct, frozen=True, gc=False):
     """One sequence's tokens in a step. `admission` numbers its stay in the batch: a late result shows by it."""
 
     sequence_id: str
@@ -43,8 +45,7 @@ class SeqChunk:
         return self.start + len(self.ids)
 
 
-@dataclass(frozen=True, slots=True)
-class StepPlan:
+class StepPlan(msgspec.Struct, frozen=True, dict=True):
     """One forward pass. `freed`: cancelled sequences whose blocks are free from here on."""
 
     number: int
@@ -52,39 +53,44 @@ class StepPlan:
     freed: tuple["Freed", ...] = ()
     preempted: tuple[str, ...] = ()
 
-    @property
+    @cached_property
     def tokens(self) -> int:
         """Rows to compute."""
         return sum(len(chunk.ids) for chunk in self.chunks)
 
-    @property
+    @cached_property
     def context_tokens(self) -> int:
         """Keys and values to read."""
         return sum(chunk.end for chunk in self.chunks)
 
-    @property
+    @cached_property
     def sampled_chunks(self) -> tuple[SeqChunk, ...]:
         return tuple(chunk for chunk in self.chunks if chunk.sample is not None)
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
-    """`sampled[i]` belongs to the plan's i-th sampled chunk."""
+class StepResult(msgspec.Struct, frozen=True, gc=False):
+    """`sampled[i]` belongs to the plan's i-th sampled chunk, and so does `odds[i]` where odds were asked for."""
 
     sampled: Sequence[int]
     seconds: float = 0.0
+    odds: Sequence["Odds | None"] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Freed:
+class Odds(msgspec.Struct, frozen=True, gc=False):
+    """Natural logarithms of a drawn token's probability and of the likeliest ones', as the model gave them."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token, log probability), likeliest first
+
+
+class Freed(msgspec.Struct, frozen=True, gc=False):
     """A cancelled sequence (or an unknown one: then nothing was held). Every cancel is answered by one of these."""
 
     sequence_id: str
     engine_s: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(msgspec.Struct, frozen=True, gc=False):
     """What a sequence has to say after a step. With `finish` its blocks are free and nothing more will come."""
 
     sequence_id: str
@@ -94,6 +100,7 @@ class Output:
     queued_s: float | None = None  # submitted -> first planned; with the first token
     finish: EndReason | None = None
     engine_s: float = 0.0  # with `finish`: its share of the steps' time
+    logprobs: tuple[TokenLogprob, ...] = ()  # per token, when asked for
 
 
 def blocks_for(tokens: int) -> int:

@@ -14,14 +14,17 @@ Pure: one call of `plan` and one of `commit` per step, times are arguments.
 
 from bisect import bisect_left, insort
 from collections import OrderedDict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
 from services.replica.core.block_pool import BlockPool
 from services.replica.core.detokenize import Vocabulary
-from services.replica.core.plan import Freed, Output, SeqChunk, StepPlan, StepResult, blocks_for
+from services.replica.core.plan import Freed, Odds, Output, SeqChunk, StepPlan, StepResult, blocks_for
 from services.replica.core.sequence import Demand, Sequence
+from services.replica.core.step_cost import BY_TOKENS, cost_rates
 from shared.limits import BLOCK_TOKENS
+from shared.messages import StepModel, TokenLogprob
 from shared.tiers import LANE_ORDER
 
 
@@ -107,6 +110,7 @@ class Scheduler:
         self._sequences: dict[str, Sequence] = {}
         self._lanes = tuple(Lane() for _ in LANE_ORDER)
         self._running: list[Sequence] = []  # in `order`
+        self._behind: list[Sequence] = []  # in the last plan with more than one token to compute
         self._leaving: dict[str, None] = {}  # cancelled, to go at the next plan
         self._arrivals = 0
         self._admissions = 0
@@ -159,8 +163,8 @@ class Scheduler:
 
     def load(self) -> Load:
         waiting_tokens = {tier.value: lane.tokens for tier, lane in zip(LANE_ORDER, self._lanes, strict=True)}
-        for sequence in self._running:
-            if sequence.remaining > 1:
+        for sequence in self._behind:
+            if sequence.admission and sequence.remaining > 1:
                 waiting_tokens[sequence.demand.tier.value] += sequence.remaining
         return Load(self.pool.free, len(self._running), sum(map(len, self._lanes)), waiting_tokens)
 
@@ -186,8 +190,9 @@ class Scheduler:
         preempted = self._plan_decodes(chunks)
         budget = self.limits.catch_up_budget(len(chunks))
         door_open = not preempted
+        behind = tuple(self._behind)  # arrivals, that are added to it, have their chunk already
         for lane_rank, lane in enumerate(self._lanes):
-            budget = self._plan_catch_up(lane_rank, chunks, budget)
+            budget = _plan_catch_up([one for one in behind if one.order[0] == lane_rank], chunks, budget)
             if door_open:
                 budget, door_open = self._plan_arrivals(lane, chunks, budget, now)
         return StepPlan(self._steps, tuple(chunks), freed, preempted)
@@ -208,18 +213,23 @@ class Scheduler:
         return tuple(freed)
 
     def _plan_decodes(self, chunks: list[SeqChunk]) -> tuple[str, ...]:
-        """One token for everyone who needs one; returns who had to make room.
+        """One token for everyone who needs one, and a note of who needs more; returns who had to make room.
 
         Served in order, while victims come from the other end: nobody who is planned already is ever preempted.
         """
         preempted: list[str] = []
+        running = self._running
+        self._behind = []
         place = 0
-        while place < len(self._running):
-            sequence = self._running[place]
-            if sequence.remaining == 1:
-                if not self._grow(sequence, preempted):
-                    break
-                chunks.append(sequence.chunk(1))
+        while place < len(running):
+            sequence = running[place]
+            known = len(sequence.ids)
+            if known - sequence.num_computed > 1:
+                self._behind.append(sequence)
+            elif known <= len(sequence.blocks) * BLOCK_TOKENS or self._grow(sequence, preempted):
+                chunks.append(sequence.decode_chunk())
+            else:
+                break
             place += 1
         return tuple(preempted)
 
@@ -237,15 +247,6 @@ class Scheduler:
         sequence.blocks += self.pool.take(missing)
         return True
 
-    def _plan_catch_up(self, lane_rank: int, chunks: list[SeqChunk], budget: int) -> int:
-        """Chunks for running sequences of a lane that have more than one token to compute; returns what is left."""
-        for sequence in self._running:
-            if budget and sequence.order[0] == lane_rank and sequence.remaining > 1:
-                count = min(sequence.remaining, budget)
-                chunks.append(sequence.chunk(count))
-                budget -= count
-        return budget
-
     def _plan_arrivals(self, lane: Lane, chunks: list[SeqChunk], budget: int, now: float) -> tuple[int, bool]:
         """Admit from a lane while there is budget; (budget left, whether later lanes may be admitted from).
 
@@ -256,6 +257,7 @@ class Scheduler:
                 return budget, False
             count = min(head.remaining, budget)
             chunks.append(head.chunk(count))
+            self._behind.append(head)
             budget -= count
         return budget, True
 
@@ -291,20 +293,36 @@ class Scheduler:
 
     # --- commit ----------------------------------------------------------------------------------------------
 
-    def commit(self, plan: StepPlan, result: StepResult, now: float) -> list[Output]:
-        """Take a step's result in. What belongs to a sequence that left or was preempted meanwhile is ignored."""
-        tokens = dict(zip((chunk.sequence_id for chunk in plan.sampled_chunks), result.sampled, strict=True))
-        per_token_s = result.seconds / max(plan.tokens, 1)
+    def commit(self, plan: StepPlan, result: StepResult, now: float, model: StepModel = BY_TOKENS) -> list[Output]:
+        """Take a step's result in. What belongs to a sequence that left or was preempted meanwhile is ignored.
+
+        `model` says how the step's seconds are split over its sequences.
+        ValueError when there are more or fewer sampled tokens than sampled chunks.
+        """
+        if len(result.sampled) != len(plan.sampled_chunks):
+            raise ValueError(f"{len(result.sampled)} tokens for {len(plan.sampled_chunks)} sampled chunks")
+        each_s, per_token_s, per_context_s = cost_rates(plan, model, result.seconds)
+        sampled, odds = iter(result.sampled), iter(result.odds)
+        known, leaving = self._sequences.get, self._leaving
         outputs = []
         for chunk in plan.chunks:
-            sequence = self._sequences.get(chunk.sequence_id)
-            if sequence is None or sequence.admission != chunk.admission or sequence.id in self._leaving:
-                continue
-            sequence.num_computed = chunk.end
-            sequence.engine_s += per_token_s * len(chunk.ids)
-            self._publish(sequence)
             if chunk.sample is not None:
-                outputs.append(self._take_token(sequence, tokens[sequence.id], now))
+                token, likely = next(sampled), next(odds, None)
+            sequence = known(chunk.sequence_id)
+            if sequence is None or sequence.admission != chunk.admission or (leaving and sequence.id in leaving):
+                continue
+            count = len(chunk.ids)
+            sequence.num_computed = computed = chunk.start + count
+            sequence.engine_s += each_s + per_token_s * count + per_context_s * computed
+            if computed // BLOCK_TOKENS > sequence.num_published:
+                self._publish(sequence)
+            if chunk.sample is None:
+                continue
+            text = sequence.append(token)
+            if sequence.finish is None and likely is None and sequence.first_token_s is not None:
+                outputs.append(Output(chunk.sequence_id, (token,), (text,)))
+            else:
+                outputs.append(self._note_token(sequence, token, text, likely, now))
         return outputs
 
     def _publish(self, sequence: Sequence) -> None:
@@ -313,8 +331,9 @@ class Scheduler:
             self.pool.publish(sequence.blocks[index], sequence.block_hash(index))
             sequence.num_published = index + 1
 
-    def _take_token(self, sequence: Sequence, token: int, now: float) -> Output:
-        text = sequence.append(token)
+    def _note_token(self, sequence: Sequence, token: int, text: str, odds: Odds | None, now: float) -> Output:
+        """What is said of a token that is the first, or the last, or whose odds are asked for."""
+        logprobs = () if odds is None else (self._named(token, odds),)
         first = sequence.first_token_s is None
         if first:
             sequence.first_token_s = now
@@ -329,7 +348,13 @@ class Scheduler:
             queued_s=sequence.queued_s if first else None,
             finish=sequence.finish,
             engine_s=sequence.engine_s if sequence.finish is not None else 0.0,
+            logprobs=logprobs,
         )
+
+    def _named(self, token: int, odds: Odds) -> TokenLogprob:
+        """Odds with the tokens' bytes, as whoever reads them has no vocabulary."""
+        names = self._vocabulary.token_bytes
+        return TokenLogprob(names[token], odds.logprob, tuple((names[other], value) for other, value in odds.top))
 
     # --- leaves ----------------------------------------------------------------------------------------------
 
@@ -345,3 +370,14 @@ class Scheduler:
 
 def _order(sequence: Sequence) -> tuple[int, int]:
     return sequence.order
+
+
+def _plan_catch_up(behind: Iterable[Sequence], chunks: list[SeqChunk], budget: int) -> int:
+    """Chunks for running sequences that have more than one token to compute; returns what is left of the budget."""
+    for sequence in behind:
+        if not budget:
+            break
+        count = min(sequence.remaining, budget)
+        chunks.append(sequence.chunk(count))
+        budget -= count
+    return budget

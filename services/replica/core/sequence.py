@@ -36,8 +36,40 @@ class Sequence:
     Decode is `num_tokens - num_computed == 1`; prefill, preemption and continuation are the same with more to do.
     """
 
+    __slots__ = (
+        "_hashes",
+        "_ids_max",
+        "_penalised",
+        "_stop_ids",
+        "_text",
+        "_texts",
+        "_vocabulary",
+        "admission",
+        "blocks",
+        "budget",
+        "cached_tokens",
+        "demand",
+        "engine_s",
+        "finish",
+        "first_token_s",
+        "id",
+        "ids",
+        "num_computed",
+        "num_published",
+        "order",
+        "planned_s",
+        "prompt_tokens",
+        "sampling",
+        "seed",
+        "submitted_s",
+    )
+
     def __init__(self, demand: Demand, vocabulary: Vocabulary, *, arrival: int, now: float) -> None:
         self.demand = demand
+        self.id = demand.sequence_id
+        self.prompt_tokens, self.budget = len(demand.prompt), demand.budget
+        self.sampling, self.seed = demand.sampling, demand.seed
+        self._ids_max = self.prompt_tokens + demand.budget
         self.order = (rank(demand.tier), arrival)  # served first to last; preempted last to first
         self.submitted_s = now
         self.planned_s: float | None = None  # first admitted
@@ -50,14 +82,12 @@ class Sequence:
         self.cached_tokens: int | None = None  # of the first admission; told with the first token
         self.engine_s = 0.0
         self.finish: EndReason | None = None
-        self._vocabulary = vocabulary
+        self._vocabulary, self._texts = vocabulary, vocabulary.texts
+        self._stop_ids: frozenset[int] = frozenset() if demand.sampling.ignore_eos else vocabulary.stop_ids
+        self._penalised = penalised(demand.sampling)
         self._text = ReplyText(demand.sampling.stop)
         self._hashes: list[bytes] = []
         self._replay()
-
-    @property
-    def id(self) -> str:
-        return self.demand.sequence_id
 
     @property
     def num_tokens(self) -> int:
@@ -66,7 +96,7 @@ class Sequence:
     @property
     def num_written(self) -> int:
         """Output tokens, here and before."""
-        return len(self.ids) - len(self.demand.prompt)
+        return len(self.ids) - self.prompt_tokens
 
     @property
     def remaining(self) -> int:
@@ -80,33 +110,35 @@ class Sequence:
 
     def _replay(self) -> None:
         """Bring text and end conditions to where the tokens in the log left them; their text was shown already."""
-        prompt = len(self.demand.prompt)
+        prompt = self.prompt_tokens
         for written, token in enumerate(self.demand.written, start=1):
             self._release(token, written)
             if self.finish is not None:
                 del self.ids[prompt + written :]
                 return
-        if self.num_written >= self.demand.budget:
+        if self.num_written >= self.budget:
             self.finish = EndReason.MAX_TOKENS
 
     def append(self, token: int) -> str:
         """A sampled token; returns the text it releases. `finish` is set when it is the last one."""
-        self.ids.append(token)
-        return self._release(token, self.num_written)
+        ids = self.ids
+        ids.append(token)
+        text = self._texts[token]
+        if text is not None and len(ids) < self._ids_max and token not in self._stop_ids and self._text.clear:
+            return text  # nearly always; the rest says the same of any token, at length
+        return self._release(token, len(ids) - self.prompt_tokens)
 
     def _release(self, token: int, written: int) -> str:
-        released = self._text.push(self._vocabulary.token_bytes[token])
-        self.finish = self._end_after(token, written, stopped=released.stopped)
-        if self.finish is None or released.stopped:
-            return released.text
-        return released.text + self._text.flush()
-
-    def _end_after(self, token: int, written: int, *, stopped: bool) -> EndReason | None:
-        if token in self._vocabulary.stop_ids and not self.demand.sampling.ignore_eos:
-            return EndReason.STOP_TOKEN
-        if stopped:
-            return EndReason.STOP_SEQUENCE
-        return EndReason.MAX_TOKENS if written >= self.demand.budget else None
+        text, stopped = self._text.push(self._vocabulary.token_bytes[token])
+        if token in self._stop_ids:
+            self.finish = EndReason.STOP_TOKEN
+        elif stopped:
+            self.finish = EndReason.STOP_SEQUENCE
+        elif written >= self.budget:
+            self.finish = EndReason.MAX_TOKENS
+        else:
+            return text
+        return text if stopped else text + self._text.flush()
 
     def block_hash(self, index: int) -> bytes:
         """The chained hash of full block `index`."""
@@ -118,24 +150,26 @@ class Sequence:
 
     def chunk(self, count: int) -> SeqChunk:
         """The next `count` tokens to compute, as a value."""
-        end = self.num_computed + count
-        return SeqChunk(
-            sequence_id=self.id,
-            admission=self.admission,
-            start=self.num_computed,
-            ids=tuple(self.ids[self.num_computed : end]),
-            blocks=self.blocks,
-            sample=self._sample_params() if end == len(self.ids) else None,
-        )
+        start, ids = self.num_computed, self.ids
+        end = start + count
+        sample = self._sample_params() if end == len(ids) else None
+        return SeqChunk(self.id, self.admission, start, tuple(ids[start:end]), self.blocks, sample)
+
+    def decode_chunk(self) -> SeqChunk:
+        """`chunk(1)` of a sequence that decodes: what nearly every call asks for."""
+        if self._penalised:
+            return self.chunk(1)
+        ids = self.ids
+        last = len(ids) - 1
+        sample = SampleParams(self.sampling, self.seed, last + 1 - self.prompt_tokens)
+        return SeqChunk(self.id, self.admission, last, (ids[last],), self.blocks, sample)
 
     def _sample_params(self) -> SampleParams:
-        sampling = self.demand.sampling
-        if not penalised(sampling):
-            return SampleParams(sampling, self.demand.seed, self.num_written)
-        prompt = len(self.demand.prompt)
-        return SampleParams(
-            sampling, self.demand.seed, self.num_written, tuple(self.ids[:prompt]), tuple(self.ids[prompt:])
-        )
+        prompt = self.prompt_tokens
+        if not self._penalised:
+            return SampleParams(self.sampling, self.seed, len(self.ids) - prompt)
+        written = self.ids[prompt:]
+        return SampleParams(self.sampling, self.seed, len(written), tuple(self.ids[:prompt]), tuple(written))
 
 
 def penalised(sampling: Sampling) -> bool:

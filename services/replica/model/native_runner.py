@@ -16,7 +16,7 @@ from services.replica.model.native.kernels import (
     Rows,
     Variant,
 )
-from services.replica.model.sampler import sample
+from services.replica.model.sampler import odds_wanted, sample, tell_odds
 from services.replica.model.weights_file import Bytes, TensorReader, halves
 from services.replica.runner import RunnerInfo
 from shared.gguf import GgufFile, TensorType
@@ -37,12 +37,13 @@ class NativeRunner:
         rows = [Rows(chunk.ids, chunk.start, chunk.blocks, _draw(chunk.sample)) for chunk in plan.chunks]
         # Which rows the kernels draw is a matter of the row's own parameters, never of the batch.
         left = [at for at, param in enumerate(params) if not drawn_natively(param)]
-        drawn, logits = self._model.forward(rows, logits=bool(left))
+        drawn, logits = self._model.forward(rows, logits=bool(left) or odds_wanted(params))
         tokens: list[int] = drawn.tolist()
-        if logits is not None:
-            for at, token in zip(left, sample(logits[left], [params[at] for at in left]), strict=True):
-                tokens[at] = token
-        return StepResult(tokens)
+        if logits is None:
+            return StepResult(tokens)
+        for at, token in zip(left, sample(logits[left], [params[at] for at in left]), strict=True):
+            tokens[at] = token
+        return StepResult(tokens, odds=tell_odds(logits, tokens, params))
 
     def close(self) -> None:
         self._model.close()

@@ -13,24 +13,29 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from services.replica.core.plan import SampleParams
+from services.replica.core.plan import Odds, SampleParams
 from services.replica.core.randomness import unit
 from services.replica.core.sequence import penalised
 
-# Rows with top-k or top-p look at this many best tokens first; they sort the whole vocabulary only when that is not
-# enough.
+# Rows with top-p look at this many best tokens first, and at eight times as many as long as their mass is not enough.
 CANDIDATES = 1024
+_LEAST_TEMPERATURE = 1e-30  # that float32 can divide by
+LEAST_LOGPROB = -9999.0  # of what is impossible, as OpenAI tells it
 
 Numbers = NDArray[np.floating[Any]]
 Doubles = NDArray[np.float64]
 
 
 def sample(logits: Numbers, params: Sequence[SampleParams]) -> list[int]:
-    """[rows, vocab] (changed in place) and one set of parameters per row -> a token id per row."""
+    """[rows, vocab] (changed in place) and one set of parameters per row -> a token id per row.
+
+    Whatever numbers come, a token comes out: where the odds are none (infinite, not a number) the best one.
+    """
     logits = np.asarray(logits)
-    for row, param in zip(logits, params, strict=True):
-        _adjust(row, param)
-    return [_draw(row, param) for row, param in zip(logits, params, strict=True)]
+    with np.errstate(all="ignore"):
+        for row, param in zip(logits, params, strict=True):
+            _adjust(row, param)
+        return [_draw(row, param) for row, param in zip(logits, params, strict=True)]
 
 
 # --- before the draw -------------------------------------------------------------------------------------
@@ -63,45 +68,84 @@ def _penalise(row: Numbers, param: SampleParams) -> None:
 
 def _draw(row: Numbers, param: SampleParams) -> int:
     sampling = param.sampling
-    if sampling.temperature <= 0:
+    best = row.max()
+    if sampling.temperature <= 0 or not np.isfinite(best):
         return int(row.argmax())
-    # Relative to the best token's, in float64: sums of 100,000 of them stay exact enough.
-    scaled = row / sampling.temperature
-    weights = np.exp((scaled - scaled.max()).astype(np.float64))
     if sampling.top_k > 0 or sampling.top_p < 1:
-        return _draw_cut(weights, param)
+        return _draw_cut(row, best, param)
     # The whole vocabulary is in play, min-p apart; in the order of the ids, so nothing is sorted.
+    weights = _weights(row, best, sampling.temperature)
     weights[weights < sampling.min_p] = 0.0
     return _invert(weights, param)
 
 
-def _draw_cut(weights: Doubles, param: SampleParams) -> int:
-    """The tail of the distribution is cut by rank or by mass, so that an order is needed."""
+def _weights(row: Numbers, best: np.floating[Any], temperature: float) -> Doubles:
+    """Odds relative to the best token's before all else, so that no temperature is too small for it.
+
+    In float64: sums of 100,000 of them stay exact enough.
+    """
+    return np.exp((row.astype(np.float64) - best) / temperature)
+
+
+def _draw_cut(row: Numbers, best: np.floating[Any], param: SampleParams) -> int:
+    """The tail of the distribution is cut by rank or by mass, so that an order is needed, but only of what is left."""
     sampling = param.sampling
-    wanted = min(sampling.top_k or len(weights), len(weights))
-    count = min(max(CANDIDATES, sampling.top_k), len(weights))
-    ids = _best(weights, count)
-    total = weights[ids[:wanted]].sum() if wanted <= count else weights.sum()
-    if wanted > count and weights[ids].sum() < sampling.top_p * total:
-        ids = _best(weights, len(weights))
-    ids = ids[:wanted]
-    best = weights[ids]
-    before = best.cumsum() - best
-    kept = (before < sampling.top_p * total) & (best >= sampling.min_p)
+    ids = _best(row, min(sampling.top_k or CANDIDATES, len(row)))
+    weights = _weights(row[ids], best, sampling.temperature)
+    if sampling.top_k > 0:
+        total = weights.sum()
+    else:
+        # Of all, in the row's own precision: exact odds are needed of the few that are drawn from, not of the rest.
+        total = np.exp((row - best) / max(sampling.temperature, _LEAST_TEMPERATURE)).sum(dtype=np.float64)
+        while len(ids) < len(row) and weights.sum() < sampling.top_p * total:
+            ids = _best(row, min(8 * len(ids), len(row)))
+            weights = _weights(row[ids], best, sampling.temperature)
+    before = weights.cumsum() - weights
+    kept = (before < sampling.top_p * total) & (weights >= sampling.min_p)
     kept[0] = True
-    return int(ids[_invert(np.where(kept, best, 0.0), param)])
+    return int(ids[_invert(np.where(kept, weights, 0.0), param)])
 
 
-def _best(weights: Doubles, count: int) -> NDArray[np.intp]:
-    """The ids of the `count` largest weights, largest first; of equals the lower id first."""
-    ids = np.arange(len(weights))
-    if count < len(weights):
-        least = np.partition(weights, len(weights) - count)[len(weights) - count]
-        ids = np.flatnonzero(weights >= least)
-    return ids[np.argsort(-weights[ids], kind="stable")][:count]
+def _best(numbers: Numbers, count: int) -> NDArray[np.intp]:
+    """The ids of the `count` largest numbers, largest first; of equals the lower id first."""
+    ids = np.arange(len(numbers))
+    if count < len(numbers):
+        least = np.partition(numbers, len(numbers) - count)[len(numbers) - count]
+        ids = np.flatnonzero(numbers >= least)
+    return ids[np.argsort(-numbers[ids], kind="stable")][:count]
 
 
 def _invert(weights: Doubles, param: SampleParams) -> int:
     """The first place where the cumulated weight passes unit(seed, position) of the whole; never one of weight 0."""
     cumulated = weights.cumsum()
     return int(np.searchsorted(cumulated, unit(param.seed, param.position) * cumulated[-1], side="right"))
+
+
+# --- how likely it was -----------------------------------------------------------------------------------
+
+
+def odds_wanted(params: Sequence[SampleParams]) -> bool:
+    """Whether anybody asked for log probabilities."""
+    return any(param.sampling.logprobs is not None for param in params)
+
+
+def tell_odds(logits: Numbers, tokens: Sequence[int], params: Sequence[SampleParams]) -> list[Odds | None]:
+    """The odds of each row's token, from the row [vocab] as the model gave it, where asked for; [] when nobody did."""
+    if not odds_wanted(params):
+        return []
+    with np.errstate(all="ignore"):
+        return [
+            None if (count := param.sampling.logprobs) is None else _odds(row, token, count)
+            for row, token, param in zip(np.asarray(logits), tokens, params, strict=True)
+        ]
+
+
+def _odds(row: Numbers, token: int, count: int) -> Odds:
+    """In float64, from this row alone: the same in any batch."""
+    best = row.max()
+    if not np.isfinite(best):
+        return Odds(LEAST_LOGPROB)
+    scores = row.astype(np.float64) - best
+    scores = np.maximum(scores - np.log(np.exp(scores).sum()), LEAST_LOGPROB)
+    likeliest = _best(scores, min(count, len(scores))) if count else ()
+    return Odds(float(scores[token]), tuple((int(other), float(scores[other])) for other in likeliest))

@@ -7,7 +7,7 @@ import torch
 from services.replica.core.plan import StepPlan, StepResult
 from services.replica.model.config import ModelConfig
 from services.replica.model.loader import load_weights
-from services.replica.model.sampler import sample
+from services.replica.model.sampler import odds_wanted, sample, tell_odds
 from services.replica.model.transformer import Forward, Transformer
 from services.replica.runner import RunnerInfo
 from shared.gguf import GgufFile
@@ -26,7 +26,10 @@ class TorchRunner:
             raise RuntimeError("the runner was closed")
         logits = self._forward.logits(plan)
         params = [chunk.sample for chunk in plan.chunks if chunk.sample is not None]
-        return StepResult(sample(logits.numpy(), params))
+        rows = logits.numpy()
+        given = rows.copy() if odds_wanted(params) else rows  # sampling changes them
+        tokens = sample(rows, params)
+        return StepResult(tokens, odds=tell_odds(given, tokens, params))
 
     def close(self) -> None:
         self._forward = None

@@ -13,6 +13,7 @@ from shared.messages import (
     Open,
     RequestEcho,
     SequencedEntry,
+    TokenLogprob,
     pack_ids,
 )
 from shared.outcomes import EndReason
@@ -44,13 +45,29 @@ def opened(attempt: int = 1, first_index: int = 0) -> Open:
     return Open(attempt=attempt, replica="r1", model_version="v1", first_index=first_index)
 
 
-def chunk(first: int, texts: Sequence[str], attempt: int = 1, cached: int | None = None) -> Chunk:
+def odds_of(index: int, text: str) -> TokenLogprob:
+    """Log probabilities that tell the tokens of a reply apart."""
+    return TokenLogprob(text.encode(), -0.25 * (index + 1), ((b"x", -0.125), (text.encode(), -0.25 * (index + 1))))
+
+
+def chunk(
+    first: int, texts: Sequence[str], attempt: int = 1, cached: int | None = None, *, logprobs: bool = False
+) -> Chunk:
     ends, whole = [], ""
     for text in texts:
         whole += text
         ends.append(len(whole))
     ids = pack_ids(range(FIRST_ID + first, FIRST_ID + first + len(texts)))
-    return Chunk(attempt=attempt, first_index=first, ids=ids, text=whole, text_ends=tuple(ends), cached_tokens=cached)
+    odds = tuple(odds_of(at, text) for at, text in enumerate(texts, first)) if logprobs else ()
+    return Chunk(
+        attempt=attempt,
+        first_index=first,
+        ids=ids,
+        text=whole,
+        text_ends=tuple(ends),
+        cached_tokens=cached,
+        logprobs=odds,
+    )
 
 
 def end(reason: EndReason = EndReason.STOP_TOKEN, **more) -> End:
@@ -68,6 +85,7 @@ def log_of(
     failovers: Sequence[int] = (),
     reason: EndReason | None = EndReason.STOP_TOKEN,
     head: Accepted | None = None,
+    logprobs: bool = False,
 ) -> list[SequencedEntry]:
     """The log of a reply with these token texts, chunks cut at `cuts`, a new attempt before each token of `failovers`."""
     bounds = sorted({0, len(texts), *cuts, *failovers})
@@ -77,7 +95,7 @@ def log_of(
         if start in failovers and start:
             attempt += 1
             entries.append(opened(attempt, start))
-        entries.append(chunk(start, texts[start:stop], attempt))
+        entries.append(chunk(start, texts[start:stop], attempt, logprobs=logprobs))
     if reason is not None:
         entries.append(end(reason))
     return sequenced(entries)

@@ -129,6 +129,41 @@ def test_nulls_are_defaults_and_unknown_fields_are_ignored():
     assert chat(n=1, tool_choice="none", response_format={"type": "text"}, logprobs=False, modalities=["text"])
 
 
+def test_log_probabilities_are_asked_for_as_each_door_has_it():
+    """Responses by an `include` value or a number of likeliest tokens, chat by a flag; the response object echoes it."""
+    assert respond().sampling.logprobs is None
+    assert respond(include=["message.output_text.logprobs"]).sampling.logprobs == 0
+    asked = respond(top_logprobs=20)
+    assert (asked.sampling.logprobs, asked.echo.top_logprobs) == (20, 20)
+    assert chat(top_logprobs=0).sampling.logprobs is None
+    assert chat(logprobs=True).sampling.logprobs == 0
+    assert chat(logprobs=True, top_logprobs=5).sampling.logprobs == 5
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({"temperature": 2.1}, "temperature must be a number from 0 to 2."),
+        ({"temperature": "hot"}, "temperature must be a number from 0 to 2."),
+        ({"top_p": 0}, "top_p must be a number above 0, at most 1."),
+        ({"top_k": -1}, "top_k must be an integer from 0 (off) to 1000000."),
+        ({"min_p": 1.1}, "min_p must be a number from 0 to 1."),
+        ({"presence_penalty": -3}, "presence_penalty must be a number from -2 to 2."),
+        ({"frequency_penalty": 3}, "frequency_penalty must be a number from -2 to 2."),
+        ({"repetition_penalty": 0}, "repetition_penalty must be a number above 0, at most 10."),
+        ({"logit_bias": {"1": 101}}, "logit_bias must be at most 1024 token ids, each with a number from -100 to 100."),
+        ({"seed": 1 << 63}, "seed must be an integer from -9223372036854775808 to 9223372036854775807."),
+        ({"stop": [""]}, "stop must be a string of 1 to 256 characters, or at most 4 of them."),
+        ({"top_logprobs": 21}, "top_logprobs must be an integer from 0 to 20."),
+        ({"ignore_eos": "no"}, "ignore_eos must be true or false."),
+    ],
+)
+@pytest.mark.parametrize("parse", [respond, chat])
+def test_a_parameter_out_of_range_is_told_the_range(parse, body, said):
+    """Both ends of it, whichever was passed."""
+    assert refusal(parse, **body).message == said
+
+
 def test_token_ids_are_asked_for_by_name():
     """The opt-in extra is an `include` value; OpenAI's other values are ignored."""
     assert respond(include=["chorus.token_ids", "reasoning.encrypted_content"]).token_ids
@@ -203,8 +238,9 @@ BOTH = [
     ({"tools": [{"type": "function"}]}, "tools"),
     ({"tool_choice": "required"}, "tool_choice"),
     ({"tool_choice": {"type": "function"}}, "tool_choice"),
-    ({"top_logprobs": 3}, "top_logprobs"),
-    ({"include": ["message.output_text.logprobs"]}, "include"),
+    ({"top_logprobs": 21}, "top_logprobs"),
+    ({"top_logprobs": -1}, "top_logprobs"),
+    ({"top_logprobs": True}, "top_logprobs"),
 ]
 
 
@@ -259,7 +295,9 @@ def test_fields_of_responses_are_refused_by_name(body, param):
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages[0].content[0].type"),
         ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages[0].tool_calls"),
         ({"n": 2}, "n"),
-        ({"logprobs": True}, "logprobs"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"top_logprobs": 3}, "top_logprobs"),
+        ({"logprobs": False, "top_logprobs": 3}, "top_logprobs"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
         ({"modalities": ["text", "audio"]}, "modalities"),

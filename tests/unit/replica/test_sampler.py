@@ -9,7 +9,7 @@ import torch
 from services.replica.core.plan import SampleParams
 from services.replica.core.randomness import draw, unit
 from services.replica.model import sampler
-from services.replica.model.sampler import sample
+from services.replica.model.sampler import sample, tell_odds
 from shared.messages import Sampling
 
 VOCAB = 60
@@ -129,6 +129,46 @@ def test_looking_at_fewer_candidates_first_changes_nothing(fields: dict, monkeyp
     whole = sample(rows.clone(), wanted)
     monkeypatch.setattr(sampler, "CANDIDATES", 4)
     assert sample(rows.clone(), wanted) == whole
+
+
+@pytest.mark.parametrize("temperature", [1e-320, 1e-30, 0.01])
+def test_hardly_any_temperature_is_greedy(temperature: float):
+    """The smaller the temperature the nearer to the best token; none is so small that the numbers overflow."""
+    row = logits(8)
+    assert drawn(row, 50, temperature=temperature) == {int(row.argmax()): 50}
+
+
+@pytest.mark.parametrize("worst", [float("nan"), float("inf"), -float("inf")])
+def test_numbers_that_are_none_still_give_a_token(worst: float):
+    """A row that a model spoiled, in one place or everywhere, ends nobody else's step."""
+    spoiled = logits(9)
+    spoiled[0, 7] = worst
+    for row in (spoiled, torch.full((1, VOCAB), worst)):
+        for fields in MIXED:
+            assert 0 <= sample(row.clone(), [params(**fields)])[0] < VOCAB
+
+
+def test_odds_are_those_of_the_model():
+    """Log-softmax of the row as it came, the likeliest first; who did not ask gets none, and nobody asking costs nothing."""
+    rows = logits(10, rows=3)
+    expected = torch.log_softmax(rows.double(), -1)
+    told = tell_odds(rows, [5, 6, 7], [params(logprobs=0), params(), params(logprobs=4, logit_bias={1: 9.0})])
+    assert told[1] is None
+    assert told[0] is not None
+    assert told[2] is not None
+    assert (told[0].logprob, told[0].top) == (pytest.approx(float(expected[0, 5])), ())
+    best = expected[2].topk(4)
+    assert [token for token, _ in told[2].top] == best.indices.tolist()
+    assert [value for _, value in told[2].top] == pytest.approx(best.values.tolist())
+    assert tell_odds(rows, [5, 6, 7], [params()] * 3) == []
+
+
+def test_odds_are_the_same_whatever_the_batch():
+    """Bit for bit, alone and among others."""
+    rows = logits(11, rows=20)
+    wanted = [params(logprobs=at % 6) for at in range(20)]
+    together = tell_odds(rows, range(20), wanted)
+    assert together == [tell_odds(rows[[at]], [at], [wanted[at]])[0] for at in range(20)]
 
 
 def test_randomness_is_a_function_of_seed_and_position():

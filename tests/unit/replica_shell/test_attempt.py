@@ -17,6 +17,7 @@ from shared.messages import (
     RequestEcho,
     Sampling,
     SequencedEntry,
+    TokenLogprob,
     pack_ids,
     unpack_ids,
 )
@@ -59,8 +60,8 @@ def dispatch(
     )
 
 
-def attempt(**changes) -> Attempt:
-    return Attempt(dispatch(**changes), replica="replica-1", now=0.0, epoch_s=EPOCH_S)
+def attempt(*, cores: int = 1, **changes) -> Attempt:
+    return Attempt(dispatch(**changes), replica="replica-1", now=0.0, epoch_s=EPOCH_S, cores=cores)
 
 
 class Log:
@@ -128,9 +129,34 @@ def test_a_natural_end_waits_for_its_verdict_and_its_tokens():
     assert log.end is None
     assert one.verdict(None, 1.1) == []
     assert log.write(one, 1.1) == [Over(Outcome.ENDED, "")]
-    assert log.end == End(reason=EndReason.STOP_TOKEN, by="replica-1#1", ended_s=EPOCH_S + 1.1)
+    assert log.end == End(reason=EndReason.STOP_TOKEN, by="replica-1#1", ended_s=EPOCH_S + 1.1, core_s=0.5)
     assert (one.output_tokens, one.cached_tokens, one.engine_s) == (2, 3, 0.5)
     assert one.verdict("late", 2.0) == [], "a late verdict changes nothing here"
+
+
+def test_log_probabilities_go_with_their_tokens():
+    """They stand in the chunk of the tokens that they belong to, and nobody who did not ask has any."""
+    odds = tuple(TokenLogprob(bytes([token]), -float(token)) for token in (7, 8, 9))
+    one, log = attempt(), Log()
+    one.tokens((7,), ("a",), 0, 0.0, odds[:1])
+    log.write(one, 1.0)
+    one.tokens((8, 9), ("b", "c"), None, 0.0, odds[1:])
+    log.write(one, 2.0)
+    assert [chunk.logprobs for chunk in log.chunks] == [odds[:1], odds[1:]]
+
+
+def test_a_cost_is_told_in_seconds_of_a_core():
+    """An engine whose steps take four cores costs four times its own seconds; an end it did not come to has no cost."""
+    one, log = attempt(cores=4), Log()
+    one.finished(EndReason.MAX_TOKENS, 0.5, 1.0)
+    log.write(one, 1.0)
+    assert log.end is not None
+    assert log.end.core_s == 2.0
+    other, log = attempt(), Log()
+    other.tick(1e9)
+    log.write(other, 1e9)
+    assert log.end is not None
+    assert (log.end.reason, log.end.core_s) == (EndReason.EXPIRED, None)
 
 
 def test_a_flagged_window_ends_as_safety():

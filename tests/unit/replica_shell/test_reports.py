@@ -1,7 +1,9 @@
 """What a replica tells the routers: its prefix blocks in numbered changes, its pace, its heartbeat."""
 
+import dataclasses
 import random
 
+import msgspec
 import pytest
 
 from services.replica.engine_messages import EngineReady, EngineStats
@@ -98,6 +100,8 @@ def test_a_heartbeat_covers_every_dispatch_it_names():
         running_max=4,
         step=step,
         phases_s={},
+        step_tokens=80,
+        mixed_tokens=48,
     )
     stats = EngineStats(
         blocks_total=64, blocks_free=60, running=1, waiting=1, waiting_tokens={"free": 7, "paid": 2}, step=step
@@ -118,3 +122,6 @@ def test_a_heartbeat_covers_every_dispatch_it_names():
     )
     said = heartbeat(beat)
     assert (said.waiting, said.waiting_tokens, said.dispatches) == (2, {"free": 7 + 5 + 3, "paid": 2}, 9)
+    assert said.step_tokens == 49, "one that runs and the prompt tokens beside it"
+    idle = msgspec.structs.replace(stats, running=0)
+    assert heartbeat(dataclasses.replace(beat, stats=idle)).step_tokens == 80

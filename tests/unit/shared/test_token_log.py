@@ -9,7 +9,19 @@ from hypothesis import strategies as st
 
 from shared.errors import TokenLogError
 from shared.limits import ATTEMPTS_MAX, CHUNK_TOKENS_MAX, EVENT_GAP, OPENS_MAX, OUTPUT_TOKENS_MAX
-from shared.messages import Accepted, Chunk, End, Entry, Open, RequestEcho, SequencedEntry, Usage, encode, pack_ids
+from shared.messages import (
+    Accepted,
+    Chunk,
+    End,
+    Entry,
+    Open,
+    RequestEcho,
+    SequencedEntry,
+    TokenLogprob,
+    Usage,
+    encode,
+    pack_ids,
+)
 from shared.outcomes import EndReason
 from shared.tiers import Tier
 from shared.token_log import (
@@ -277,6 +289,21 @@ def test_tokens_become_a_conditional_chunk():
         attempt=1, first_index=3, ids=pack_ids([1, 2]), text="abc", text_ends=(1, 3), cached_tokens=5
     )
     assert append.data == encode(append.entry)
+
+
+def test_log_probabilities_are_one_a_token_or_none():
+    """A writer and a reader both refuse a chunk in which they do not match its tokens."""
+    odds = (TokenLogprob(b"a", -0.5, ((b"b", -0.9),)), TokenLogprob(b"bc", -1.0))
+    log_writer = writer()
+    log_writer.offer([1, 2], ["a", "bc"], 0, odds)
+    assert sent(log_writer).entry.logprobs == odds
+    with pytest.raises(ValueError, match="log probabilities"):
+        log_writer.offer([3], ["d"], None, odds)
+    view = view_of(accepted(), Open(attempt=1, replica="r", model_version="v", first_index=0))
+    wrong = Chunk(attempt=1, first_index=0, ids=pack_ids([1]), text="a", text_ends=(1,), logprobs=odds)
+    with pytest.raises(TokenLogError, match="log probabilities"):
+        view.apply(9, wrong)
+    assert view.ids == []
 
 
 def test_one_append_in_flight():
