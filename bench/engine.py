@@ -12,10 +12,13 @@ prefill         request of 1,024 tokens sent  its first token              promp
 repeat_ttft     the same request sent again   its first token              s
 turn_ttft       turn k of a conversation sent its first token              s, worst of turns 2..6
 itl_beside      gaps of 16 decodes while a prompt of 1,024 arrives         s, 95th percentile
+long_prompt     the same while one of 4,000 is computed, to without it     ratio; of those whose context holds it
+long_ttft       that prompt sent              its first token              s
 """
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -40,6 +43,8 @@ LONG = 1_024
 BATCHES = (1, 8, 32, 64)
 TURNS, TURN_IN, TURN_OUT = 6, 48, 48
 BESIDE = 16
+LONG_BESIDE, LONG_OUT = 4_000, 400  # the decodes must outlast the prompt
+LONG_CONTEXT = 4_800
 
 
 @dataclass
@@ -124,14 +129,40 @@ class Server:
         gaps = [b[0] - a[0] for seen in streams for a, b in zip(seen.deltas, seen.deltas[1:], strict=False)]
         return statistics.quantiles(gaps, n=20)[-1]
 
+    async def long_prompt(self) -> tuple[float, float]:
+        """(how much longer the gaps of the decodes are while a long prompt is computed, its own TTFT)."""
+        decodes = [asyncio.create_task(self.ask(self.texts.take(32), LONG_OUT)) for _ in range(BESIDE)]
+        await asyncio.sleep(3.0)
+        began = time.time()
+        long = await self.ask(self.texts.take(LONG_BESIDE), 1)
+        over = began + long.ttft_s
+        streams = await asyncio.gather(*decodes)
+        if min(seen.deltas[-1][0] for seen in streams) < over:
+            raise RuntimeError("a decode was over before the long prompt was")
+        settled = began - 2.0  # their own prompts are computed by then
+        return _gaps_p95(streams, began, over) / _gaps_p95(streams, settled, began), long.ttft_s
 
-async def trial(server: Server, batches: Sequence[int]) -> dict[str, float]:
+
+def _gaps_p95(streams: Sequence[Stream], since_s: float, until_s: float) -> float:
+    """Of the gaps between tokens that came in a span of time."""
+    gaps = [
+        after[0] - before[0]
+        for seen in streams
+        for before, after in itertools.pairwise(seen.deltas)
+        if since_s <= after[0] < until_s
+    ]
+    return statistics.quantiles(gaps, n=20)[-1]
+
+
+async def trial(server: Server, batches: Sequence[int], context: int) -> dict[str, float]:
     found = {"single": await server.single()}
     found["prefill"], found["repeat_ttft"] = await server.prefill()
     for count in batches:
         found[f"batch{count}"] = await server.batch(count)
     found["turn_ttft"] = await server.conversation()
     found["itl_beside"] = await server.beside()
+    if context >= LONG_CONTEXT:
+        found["long_prompt"], found["long_ttft"] = await server.long_prompt()
     return found
 
 
@@ -178,6 +209,8 @@ BETTER: dict[str, Callable[[float, float], float]] = {
     "repeat_ttft": lambda ours, best: best / ours,
     "turn_ttft": lambda ours, best: best / ours,
     "itl_beside": lambda ours, best: best / ours,
+    "long_prompt": lambda ours, best: best / ours,
+    "long_ttft": lambda ours, best: best / ours,
 }
 
 
@@ -205,7 +238,7 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
             with running(peer, args.threads, args.out.with_suffix(f".{name}.log.tmp")) as url:
                 server = Server(url, peer.model, texts)
                 await server.ask(texts.take(40), 8)  # warm
-                found = await trial(server, [n for n in BATCHES if n <= args.batch_max])
+                found = await trial(server, [n for n in BATCHES if n <= args.batch_max], peer.context)
                 trials[name].append(found)
             print(f"trial {number + 1} {name}: " + ", ".join(f"{k} {v:.4g}" for k, v in found.items()), flush=True)
     figures = {
@@ -229,8 +262,11 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
 
 def table(result: dict[str, object]) -> str:
     figures = result["figures"]
-    names = list(next(iter(figures.values())))
-    rows = [["", *names], *([who, *(f"{found[name]:.4g}" for name in names)] for who, found in figures.items())]
+    names = list(dict.fromkeys(name for found in figures.values() for name in found))
+    rows = [
+        ["", *names],
+        *([who, *(f"{found.get(name, float('nan')):.4g}" for name in names)] for who, found in figures.items()),
+    ]
     rows.append(["ours / best", *(f"{result['ratios'].get(name, float('nan')):.2f}" for name in names)])
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]

@@ -26,6 +26,7 @@ class Peer:
     version: str
     model: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
+    context: int = CONTEXT  # tokens of the longest request it is started for
 
     def missing(self) -> str | None:
         """Why it cannot be run here; None: it can."""
@@ -50,8 +51,10 @@ def _vllm(port: int, threads: int) -> list[str]:  # noqa: ARG001 - bound to core
 
 
 PEERS: dict[str, Peer] = {
-    "chorus": Peer(_chorus, (MODEL_FILE,), "this commit"),
-    "chorus-precise": Peer(_chorus, (MODEL_FILE,), "this commit", environment={"CHORUS_PRECISION": "precise"}),
+    "chorus": Peer(_chorus, (MODEL_FILE,), "this commit", context=8_192),
+    "chorus-precise": Peer(
+        _chorus, (MODEL_FILE,), "this commit", environment={"CHORUS_PRECISION": "precise"}, context=8_192
+    ),
     "llama.cpp": Peer(_llama, (LLAMA_SERVER, MODEL_FILE), "llama-cpp-python 0.3.36 sdist"),
     "vllm": Peer(
         _vllm,
