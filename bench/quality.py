@@ -1,6 +1,8 @@
 """What quantised activations cost: perplexity and greedy agreement on our prose, beside float32 on the same weights.
 
-python -m bench.quality [--tokens 20480] [--modes fast,precise] [--out bench/results/quality.json]
+python -m bench.quality [--tokens 20480] [--modes fast,precise] [--kv float16] [--out bench/results/quality.json]
+    --kv: what keys and values are kept as, several with commas; each mode is measured with each. A mode with half
+    precision, the kernels' own, goes by its bare name; another by mode-kv-type.
 
 Windows of 512 tokens, each scored from its second token on; the kernels compute them as decodes, a token of every
 window in each step, because a step hands out the logits of last rows only. Float32 is torch over the dequantised
@@ -15,21 +17,17 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch.nn import functional
 
 from bench.engine_peers import MODEL_FILE
 from bench.hardware import describe
 from services.replica.core.plan import SeqChunk
-from services.replica.model.attention import lay_out
-from services.replica.model.config import read_config
-from services.replica.model.layers import rms_norm, swiglu
+from services.replica.model.kv_size import KvType
+from services.replica.model.load import open_checkpoint
 from services.replica.model.loader import load_weights
 from services.replica.model.native.kernels import BEST, Rows, Variant, choose
-from services.replica.model.native_runner import build_model
+from services.replica.model.native_runner import KV_TYPE, build_model
 from services.replica.model.transformer import Transformer
-from shared.gguf import GgufFile
 from shared.limits import BLOCK_TOKENS
 from shared.tokenizer import load_tokenizer
 
@@ -49,40 +47,27 @@ def score(logits: NDArray[np.float32], following: NDArray[np.int64]) -> tuple[ND
     return np.take_along_axis(logits, following[:, None], 1)[:, 0] - whole, logits.argmax(axis=-1)
 
 
-class EveryRow(Transformer):
-    """The float32 reference, with the logits of all rows."""
-
-    @torch.inference_mode()
-    def every(self, chunk: SeqChunk) -> NDArray[np.float32]:
-        layout, config = lay_out((chunk,)), self._config
-        x = self._weights.embedding[layout.tokens]
-        for index, layer in enumerate(self._weights.layers):
-            x = x + self._attention(x, index, layer, layout)
-            x = x + swiglu(rms_norm(x, layer.ffn_norm, config.eps), layer.gate_up, layer.down)
-        return functional.linear(rms_norm(x, self._weights.final_norm, config.eps), self._weights.head).numpy()
-
-
 def float32(windows: NDArray[np.int64]) -> Scores:
-    with GgufFile(MODEL_FILE) as file:
-        config = read_config(file)
-        model = EveryRow(config, load_weights(file, config, lambda _: None), blocks=BLOCKS, context=WINDOW)
-    found = [
-        score(model.every(SeqChunk("w", 1, 0, tuple(window.tolist()), tuple(range(BLOCKS)), None))[:-1], window[1:])
-        for window in windows
-    ]
+    with open_checkpoint(MODEL_FILE) as checkpoint:
+        weights = load_weights(checkpoint, lambda _: None)
+        model = Transformer(checkpoint.config, weights, blocks=BLOCKS, context=WINDOW)
+    found = []
+    for window in windows:
+        chunk = SeqChunk("w", 1, 0, tuple(window.tolist()), tuple(range(BLOCKS)), None)
+        found.append(score(model.every((chunk,)).numpy()[:-1], window[1:]))
     return np.stack([one for one, _ in found]), np.stack([best for _, best in found])
 
 
-def native(windows: NDArray[np.int64], variant: Variant, *, precise: bool, threads: int) -> Scores:
-    with GgufFile(MODEL_FILE) as file:
+def native(windows: NDArray[np.int64], variant: Variant, kv: KvType, *, precise: bool, threads: int) -> Scores:
+    with open_checkpoint(MODEL_FILE) as checkpoint:
         model = build_model(
-            file,
-            read_config(file),
+            checkpoint,
             variant,
             context=WINDOW,
             blocks=BLOCKS * len(windows),
             threads=threads,
             precise=precise,
+            kv=kv,
             progress=lambda _: None,
         )
     tables = [tuple(range(BLOCKS * at, BLOCKS * (at + 1))) for at in range(len(windows))]
@@ -103,6 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=20_480)
     parser.add_argument("--modes", default="fast,precise")
+    parser.add_argument("--kv", default=KV_TYPE.value)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
@@ -120,18 +106,19 @@ def main() -> None:
         "kernels": variant.name,
         "hardware": describe(("numpy", "torch")),
     }
-    for mode in ("float32", *args.modes.split(",")):
-        reference = mode == "float32"
-        found, chosen = (
-            (wanted, best) if reference else native(windows, variant, precise=mode == "precise", threads=args.threads)
-        )
+    cases = [(mode, KvType(kind)) for mode in args.modes.split(",") for kind in args.kv.split(",")]
+    for mode, kv in (("float32", KV_TYPE), *cases):
+        found, chosen = wanted, best
+        if mode != "float32":
+            found, chosen = native(windows, variant, kv, precise=mode == "precise", threads=args.threads)
         perplexity = math.exp(-found.mean())
-        result[mode] = {
+        name = mode if kv is KV_TYPE else f"{mode}-kv-{kv.value}"
+        result[name] = {
             "perplexity": perplexity,
             "perplexity_change_percent": 100 * (perplexity / base - 1),
             "greedy_agreement_percent": 100 * float((chosen == best).mean()),
         }
-        print(mode, result[mode], flush=True)
+        print(name, result[name], flush=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 

@@ -5,7 +5,7 @@
 
 The file is outside data: every count is checked against the bytes that are left before anything is allocated, every
 offset against the file's size. Whatever is wrong raises ModelFileError with a sentence that says what to do.
-Tensors of five types are read: F32, F16, Q8_0, Q4_0, Q4_1. Nothing is dequantised here.
+Tensors of six types are read: F32, F16, BF16, Q8_0, Q4_0, Q4_1. Nothing is dequantised here.
 """
 
 import mmap
@@ -39,6 +39,7 @@ class TensorType(IntEnum):
     Q4_0 = 2
     Q4_1 = 3
     Q8_0 = 8
+    BF16 = 30
 
 
 # numbers in a block, bytes of a block
@@ -48,6 +49,7 @@ BLOCK_LAYOUT: Mapping[TensorType, tuple[int, int]] = {
     TensorType.Q4_0: (32, 18),  # scale f16, 32 x 4 bits; value = (q - 8) * scale
     TensorType.Q4_1: (32, 20),  # scale f16, minimum f16, 32 x 4 bits; value = q * scale + minimum
     TensorType.Q8_0: (32, 34),  # scale f16, 32 x int8; value = q * scale
+    TensorType.BF16: (1, 2),
 }
 
 
@@ -84,9 +86,9 @@ class GgufFile:
         """The tensor's bytes as they stand in the file, without a copy."""
         return memoryview(self._map)[tensor.offset : tensor.offset + tensor.size]
 
-    def bytes(self) -> memoryview:
+    def contents(self) -> list[memoryview]:
         """The whole file, for hashing."""
-        return memoryview(self._map)
+        return [memoryview(self._map)]
 
     def close(self) -> None:
         self._map.close()

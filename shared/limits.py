@@ -128,8 +128,11 @@ RELAY_OPEN_S = 1.0  # one try
 LOOP_LAG_S_MAX = 1.0  # a gateway whose own rounds are this late takes no more streams: 503
 GATEWAY_FRAMES_MAX = 16_384  # frames between the bus and the streams; past it some are lost, and streams open again
 CONNECTIONS_MAX = 24_000  # of one gateway; past it they are closed as they come
-HEAD_READ_S = 10.0  # a connection that has not asked anything by then is closed
+HEAD_READ_S = 10.0  # a connection that has not asked anything by then is closed; one that stops within a head: 408
 BODY_READ_S = 30.0  # a request whose body takes longer is given up: 408
+LINGER_S = 2.0  # what still comes of a body that nobody wants is read this long, so that its client hears why
+KEEP_ALIVE_S = 75.0  # between two requests; longer than proxies keep theirs, so that they close first
+WRITE_STUCK_S = 20.0  # a connection whose full buffer does not drain in this time is dropped
 STALL_S = 2.0  # a gap between two tokens that a person notices
 RELAY_GONE_S = 20.0  # no relay this long: the client's connection is dropped; it can resume
 
@@ -224,6 +227,9 @@ ENGINE_STOP_S = 5.0  # asked to stop; then it is killed
 GGUF_KEYS_MAX = 4096
 GGUF_TENSORS_MAX = 16_384
 GGUF_ARRAY_MAX = 2_000_000  # a vocabulary, its scores or its merges
+SAFETENSORS_HEADER_BYTES_MAX = 100 * MIB  # what the format allows
+MODEL_SHARDS_MAX = 1024  # files of one model
+MODEL_JSON_BYTES_MAX = 64 * MIB  # a vocabulary of 250,000 tokens takes 20
 
 assert HEARTBEAT_S < PROBE_AFTER_S < HEARTBEAT_S * HEARTBEATS_MISSED_MAX
 assert HEARTBEAT_S * HEARTBEATS_MISSED_MAX < ACK_WAIT_S, "a verdict must be possible when a redelivery asks"
@@ -242,6 +248,7 @@ assert STORE_ACQUIRE_S + STORE_COMMAND_S < ARCHIVE_ACK_WAIT_S, "a write in hand 
 assert QUOTA_LEASE_S > REQUEST_DEADLINE_S + DEADLINE_GRACE_S, "a reply that runs must not get its tokens back"
 assert QUOTA_KEEP_S > QUOTA_LEASE_S
 assert HISTORY_CACHE_S > 10 * REQUEST_TIMEOUT_S, "the mark of what was taken back must outlive whoever read before"
+assert SLOW_READER_S < WRITE_STUCK_S, "a stream that nobody reads ends as one, with its own word in the log"
 assert IN_FLIGHT_RENEW_S * 2 < IN_FLIGHT_LEASE_S, "one lost renewal must not free a running request's place"
 assert FRAME_BYTES_MAX * 2 < PAYLOAD_BYTES_MAX, "a frame and its envelope must fit a bus message"
 assert SNAPSHOT_BLOCKS_MAX * 16 < PAYLOAD_BYTES_MAX

@@ -14,7 +14,10 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 
 class ReplicaSettings(CommonSettings, frozen=True, kw_only=True):
     model: str  # the id that requests name
-    model_file: str = ""  # weights; needed unless `stub`
+    model_file: str = ""  # weights, a file or a folder; needed unless `stub`
+    weights: str = "as-stored"  # these three are checked where the model is loaded: `model/load.py`
+    kv_type: str = "auto"
+    device: str = "cpu"
     stub: bool = False  # scripted tokens, no torch
     stub_tps: Annotated[float, msgspec.Meta(ge=0)] = 50.0  # of each sequence; 0: as fast as possible
     threads: Annotated[int, msgspec.Meta(ge=1)] = 1
@@ -28,6 +31,9 @@ class ReplicaSettings(CommonSettings, frozen=True, kw_only=True):
         """What the engine process is started with."""
         return EngineConfig(
             model_file=STUB_FILE if self.stub else self.model_file,
+            weights=self.weights,
+            kv_type=self.kv_type,
+            device=self.device,
             stub_tps=self.stub_tps,
             threads=self.threads,
             context_max=self.context_tokens,

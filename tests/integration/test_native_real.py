@@ -10,11 +10,11 @@ import pytest
 
 from services.replica.core.detokenize import Vocabulary
 from services.replica.core.sequence import Demand
-from services.replica.model.config import ModelConfig, read_config
+from services.replica.model.config import ModelConfig
+from services.replica.model.load import open_checkpoint
 from services.replica.model.native.kernels import BEST, KernelModel, Rows
 from services.replica.model.native_runner import NativeRunner, build_model
 from services.replica.runner import RunnerInfo
-from shared.gguf import GgufFile
 from shared.messages import Sampling
 from shared.tiers import LANE_ORDER, Tier
 from shared.tokenizer import Tokenizer, load_tokenizer
@@ -46,15 +46,14 @@ def tokenizer() -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def config() -> ModelConfig:
-    with GgufFile(MODEL_FILE) as file:
-        return read_config(file)
+    with open_checkpoint(MODEL_FILE) as checkpoint:
+        return checkpoint.config
 
 
 def built(*, precise: bool = False) -> KernelModel:
-    with GgufFile(MODEL_FILE) as file:
+    with open_checkpoint(MODEL_FILE) as checkpoint:
         return build_model(
-            file,
-            read_config(file),
+            checkpoint,
             VARIANTS[0],
             context=CONTEXT,
             blocks=BLOCKS,

@@ -13,12 +13,12 @@ from services.replica.core.detokenize import Vocabulary
 from services.replica.core.sequence import Demand
 from services.replica.engine_messages import EngineConfig, SubmitSequence
 from services.replica.engine_process import EngineHandle
-from services.replica.model.config import ModelConfig, read_config
+from services.replica.model.config import ModelConfig
+from services.replica.model.load import open_checkpoint
 from services.replica.model.loader import Weights, load_weights
 from services.replica.model.torch_runner import TorchRunner
 from services.replica.model.transformer import Transformer
 from services.replica.runner import RunnerInfo
-from shared.gguf import GgufFile
 from shared.messages import Sampling, pack_ids
 from shared.outcomes import EndReason
 from shared.tiers import LANE_ORDER, Tier
@@ -78,9 +78,8 @@ class Model:
 @pytest.fixture(scope="module")
 def model() -> Model:
     tokenizer = load_tokenizer(MODEL_FILE)
-    with GgufFile(MODEL_FILE) as file:
-        config = read_config(file)
-        return Model(tokenizer, config, load_weights(file, config, lambda _: None))
+    with open_checkpoint(MODEL_FILE) as checkpoint:
+        return Model(tokenizer, checkpoint.config, load_weights(checkpoint, lambda _: None))
 
 
 def is_naive_greedy(model: Model, prompt: list[int], written: list[int]) -> bool:

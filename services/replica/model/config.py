@@ -1,11 +1,10 @@
-"""The shape of a Llama-family model, read from a model file."""
+"""The shape of a Llama-family model: one definition, and what differs from model to model stands here.
 
+Read from a model file's metadata by `gguf_checkpoint` and `hf_config`; nothing else asks which family a model is of.
+"""
+
+import math
 from dataclasses import dataclass
-
-from shared.errors import ModelFileError
-from shared.gguf import GgufFile
-
-ARCHITECTURES = ("llama",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,12 +21,24 @@ class ModelConfig:
     context: int
     eps: float  # of RMSNorm
     theta: float  # of RoPE
+    rope_factors: tuple[float, ...] = ()  # RoPE turns pair i slower by the i-th of them; none: as theta says
+    qkv_bias: bool = False  # queries, keys and values have a bias (Qwen 2)
+    qk_norm: bool = False  # each head of queries and keys is normalised before it is turned (Qwen 3)
+    window: int = 0  # a token sees itself and the window - 1 before it (Mistral); 0: all
+    tied: bool = True  # the embedding is the head's matrix
 
     def __post_init__(self) -> None:
+        """ValueError: these sizes make no model."""
         if min(self.vocab, self.hidden, self.layers, self.heads, self.kv_heads, self.ffn, self.context) < 1:
             raise ValueError("every size of a model must be at least 1")
-        if self.heads % self.kv_heads or self.head_dim % 2:
+        if self.heads % self.kv_heads or self.head_dim % 2 or self.head_dim < 2:
             raise ValueError(f"{self.heads} heads of {self.head_dim} do not go with {self.kv_heads} key-value heads")
+        if self.rope_factors and len(self.rope_factors) != self.head_dim // 2:
+            raise ValueError(f"{len(self.rope_factors)} RoPE factors do not go with heads of {self.head_dim}")
+        if not all(math.isfinite(factor) and factor > 0 for factor in (*self.rope_factors, self.eps, self.theta)):
+            raise ValueError("epsilon, theta and the RoPE factors must be finite and above 0")
+        if self.window < 0:
+            raise ValueError("the window of attention must not be negative")
 
     @property
     def kv_numbers(self) -> int:
@@ -35,32 +46,23 @@ class ModelConfig:
         return 2 * self.layers * self.kv_heads * self.head_dim
 
 
-def read_config(file: GgufFile) -> ModelConfig:
-    """Raises ModelFileError when the file is of another architecture or scales RoPE in a way that is not built."""
-    kind = file.text("general.architecture")
-    if kind not in ARCHITECTURES:
-        raise ModelFileError(f"{file.path}: its architecture is {kind!r}, and only {ARCHITECTURES} are built.")
-    scaling = file.text(f"{kind}.rope.scaling.type", "none")
-    if scaling != "none" or "rope_freqs.weight" in file.tensors:
-        raise ModelFileError(f"{file.path}: it scales RoPE ({scaling}), which is not built. Choose another file.")
-    heads = file.integer(f"{kind}.attention.head_count")
-    hidden = file.integer(f"{kind}.embedding_length")
-    head_dim = file.integer(f"{kind}.attention.key_length", hidden // max(heads, 1))
-    if file.integer(f"{kind}.rope.dimension_count", head_dim) != head_dim:
-        raise ModelFileError(f"{file.path}: RoPE turns a part of each head only, which is not built.")
-    embedding = file.tensors.get("token_embd.weight")
-    try:
-        return ModelConfig(
-            vocab=embedding.shape[0] if embedding else 0,
-            hidden=hidden,
-            layers=file.integer(f"{kind}.block_count"),
-            heads=heads,
-            kv_heads=file.integer(f"{kind}.attention.head_count_kv", heads),
-            head_dim=head_dim,
-            ffn=file.integer(f"{kind}.feed_forward_length"),
-            context=file.integer(f"{kind}.context_length"),
-            eps=file.number(f"{kind}.attention.layer_norm_rms_epsilon"),
-            theta=file.number(f"{kind}.rope.freq_base", 10_000.0),
-        )
-    except ValueError as error:
-        raise ModelFileError(f"{file.path}: {error}. Choose another file.") from error
+def linear_factors(head_dim: int, factor: float) -> tuple[float, ...]:
+    """Every pair turns slower by the same factor: positions are squeezed together."""
+    return (factor,) * (head_dim // 2)
+
+
+def llama3_factors(
+    head_dim: int, theta: float, *, factor: float, low: float, high: float, original: float
+) -> tuple[float, ...]:
+    """Llama 3's scaling: slow pairs turn slower by `factor`, fast ones as ever, those between by a share of it.
+
+    Slow: a whole turn takes more than original / low tokens; fast: fewer than original / high.
+    """
+    if not (factor >= 1 and 0 < low < high and original > 0):
+        raise ValueError(f"RoPE scaling by {factor} between {low} and {high} of {original} makes no sense")
+    factors = []
+    for pair in range(head_dim // 2):
+        turn = 2 * math.pi * theta ** (2 * pair / head_dim)  # tokens
+        share = min(max((original / turn - low) / (high - low), 0.0), 1.0)  # 0: slow, 1: fast
+        factors.append(1 / ((1 - share) / factor + share))
+    return tuple(factors)

@@ -1,6 +1,7 @@
-"""The memory behind the block numbers: keys and values of every layer, in blocks of 16 tokens.
+"""The memory behind the block numbers, in plain torch: keys and values of every layer, in blocks of 16 tokens.
 
-    keys, values   [layers, kv_heads, blocks, 16, head_dim]
+    keys, values   [layers, kv_heads, blocks, 16, head_dim]   in the cache's own number type
+    scales         [layers, kv_heads, blocks, 16]             of int8 rows: value = code x scale
 
 Opaque to everyone but attention. What stands in a slot is meaningless until a step wrote it; the scheduler never lets
 a sequence read what was not written for its tokens.
@@ -9,26 +10,66 @@ a sequence read what was not written for its tokens.
 import torch
 
 from services.replica.model.config import ModelConfig
+from services.replica.model.kv_size import KvType
 from shared.limits import BLOCK_TOKENS
+
+_CODE_MAX = 127
+_TYPES = {
+    KvType.FLOAT32: torch.float32,
+    KvType.BFLOAT16: torch.bfloat16,
+    KvType.FLOAT16: torch.float16,
+    KvType.INT8: torch.int8,
+}
+
+
+class Store:
+    """Keys, or values. Rows go in and come out in the model's number type."""
+
+    def __init__(self, shape: tuple[int, ...], kind: KvType | None, dtype: torch.dtype, device: torch.device) -> None:
+        # Zeroed, not empty: a padded row is masked, but 0 x NaN would still be NaN.
+        self._dtype = dtype
+        self._rows = torch.zeros(shape, dtype=dtype if kind is None else _TYPES[kind], device=device)
+        self._scales = torch.zeros(shape[:-1], device=device) if kind is KvType.INT8 else None
+
+    def write(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
+        """[kv_heads, rows, head_dim] to their slots. What a row becomes depends on that row alone."""
+        if self._scales is not None:
+            scales = rows.abs().amax(dim=-1) / _CODE_MAX
+            rows = (rows / scales.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)).round()
+            self._scales[layer].flatten(1, 2).index_copy_(1, slots, scales.to(torch.float32))
+        elif self._rows.dtype == torch.float16:
+            rows = rows.clamp(-65504, 65504)
+        self._rows[layer].flatten(1, 2).index_copy_(1, slots, rows.to(self._rows.dtype))
+
+    def read(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
+        """[n] block numbers -> [kv_heads, n x 16, head_dim], in that order."""
+        rows = self._rows[layer].index_select(1, blocks).to(self._dtype)
+        if self._scales is not None:
+            rows *= self._scales[layer].index_select(1, blocks).unsqueeze(-1)
+        return rows.flatten(1, 2)
 
 
 class KvCache:
-    def __init__(self, config: ModelConfig, blocks: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        blocks: int,
+        dtype: torch.dtype,
+        *,
+        kind: KvType | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        """`dtype` is what rows are given and read in; `kind` what they are kept as, None: the same."""
         self.blocks = blocks
         shape = (config.layers, config.kv_heads, blocks, BLOCK_TOKENS, config.head_dim)
-        # Zeroed, not empty: a padded row is masked, but 0 x NaN would still be NaN.
-        self._keys, self._values = torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype)
+        device = device or torch.device("cpu")
+        self._keys, self._values = Store(shape, kind, dtype, device), Store(shape, kind, dtype, device)
 
     def write(self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Rows [rows, kv_heads, head_dim] to their slots (block x 16 + offset)."""
-        self._slots(self._keys, layer).index_copy_(1, slots, keys.transpose(0, 1))
-        self._slots(self._values, layer).index_copy_(1, slots, values.transpose(0, 1))
+        self._keys.write(layer, slots, keys.transpose(0, 1))
+        self._values.write(layer, slots, values.transpose(0, 1))
 
     def read(self, layer: int, blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[n] block numbers -> keys and values [kv_heads, n x 16, head_dim], in that order."""
-        keys, values = self._keys[layer].index_select(1, blocks), self._values[layer].index_select(1, blocks)
-        return keys.flatten(1, 2), values.flatten(1, 2)
-
-    @staticmethod
-    def _slots(cache: torch.Tensor, layer: int) -> torch.Tensor:
-        return cache[layer].flatten(1, 2)  # a view
+        return self._keys.read(layer, blocks), self._values.read(layer, blocks)

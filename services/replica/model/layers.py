@@ -3,19 +3,26 @@
 import torch
 from torch.nn import functional
 
+from services.replica.model.config import ModelConfig
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """[rows, hidden] -> [rows, hidden]."""
+    """[..., width] -> the same shape, each row of `width` numbers by itself."""
     return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + eps) * weight
 
 
 class Rope:
-    """Rotary positions: the number pairs (i, i + d/2) of each head are turned by position / theta^(2i / d)."""
+    """Rotary positions: pair i of a head, (i, i + d/2), is turned by position / theta^(2i / d) / factor i."""
 
-    def __init__(self, head_dim: int, context: int, theta: float, dtype: torch.dtype) -> None:
-        exponents = torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim
-        angles = torch.outer(torch.arange(context, dtype=torch.float64), theta**-exponents)
-        self._cos, self._sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    def __init__(
+        self, config: ModelConfig, context: int, dtype: torch.dtype, device: torch.device | None = None
+    ) -> None:
+        exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float64) / config.head_dim
+        turns = config.theta**-exponents
+        if config.rope_factors:
+            turns /= torch.tensor(config.rope_factors, dtype=torch.float64)
+        angles = torch.outer(torch.arange(context, dtype=torch.float64), turns)
+        self._cos, self._sin = (table.to(dtype).to(device) for table in (angles.cos(), angles.sin()))
 
     def turn(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """[rows, heads, head_dim], [rows] -> [rows, heads, head_dim]."""

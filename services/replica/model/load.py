@@ -1,4 +1,4 @@
-"""Which runner serves a model file: the native kernels where they can, plain torch where they cannot, said aloud.
+"""Which runner serves a model: the native kernels where they can, plain torch where they cannot, said aloud.
 
 torch is imported only when it is to run: without it an engine starts in half a second and needs 300 MB less.
 """
@@ -9,75 +9,115 @@ from pathlib import Path
 
 from services.replica.engine_messages import EngineConfig
 from services.replica.model import native_runner
-from services.replica.model.config import ModelConfig, read_config
+from services.replica.model.checkpoint import Checkpoint
+from services.replica.model.gguf_checkpoint import open_gguf
+from services.replica.model.hf_checkpoint import open_folder
+from services.replica.model.kv_size import KvType, kv_block_bytes
 from services.replica.model.native import kernels
-from services.replica.model.weights_file import file_hash
 from services.replica.runner import Runner, RunnerInfo
 from shared.errors import ConfigError, ModelFileError
-from shared.gguf import GgufFile
+from shared.gguf import TensorType
 
 PRECISION = "CHORUS_PRECISION"  # of the native kernels
 PRECISIONS = ("fast", "precise")
+AS_STORED = "as-stored"
+WEIGHTS = {AS_STORED: None, "q8_0": TensorType.Q8_0, "q4_1": TensorType.Q4_1, "q4_0": TensorType.Q4_0}
+AUTO = "auto"
+KV_TYPES = (AUTO, *(kind.value for kind in KvType))
+DEVICES = ("cpu", "cuda")
 
 Progress = Callable[[str, float, str], None]
 
 
+def open_checkpoint(path: Path) -> Checkpoint:
+    """A GGUF file, or a folder of config.json and safetensors. Raises ModelFileError when it is none."""
+    return open_folder(path) if path.is_dir() else open_gguf(path)
+
+
 def load_runner(config: EngineConfig, vocab_size: int, progress: Progress) -> Runner:
-    """Read the model file and build. Raises ConfigError (ModelFileError) when file or settings do not go together."""
+    """Read the model and build. Raises ConfigError (ModelFileError) when model or settings do not go together."""
     precision = os.environ.get(PRECISION, PRECISIONS[0])
-    if precision not in PRECISIONS:
-        raise ConfigError(f"{PRECISION} must be one of {', '.join(PRECISIONS)}, not {precision!r}.")
-    with GgufFile(Path(config.model_file)) as file:
-        version = file_hash(file, lambda share: progress("read", share, "hash"))
-        model = read_config(file)
-        if model.vocab != vocab_size:
-            raise ModelFileError(f"{file.path}: {model.vocab} embeddings for a vocabulary of {vocab_size}.")
-        variant = native_runner.misfit(file, model) or kernels.choose()
+    for name, value, known in (
+        (PRECISION, precision, PRECISIONS),
+        ("CHORUS_WEIGHTS", config.weights, tuple(WEIGHTS)),
+        ("CHORUS_KV_TYPE", config.kv_type, KV_TYPES),
+        ("CHORUS_DEVICE", config.device, DEVICES),
+    ):
+        if value not in known:
+            raise ConfigError(f"{name} must be one of {', '.join(known)}, not {value!r}.")
+    with open_checkpoint(Path(config.model_file)) as checkpoint:
+        version = checkpoint.digest(lambda share: progress("read", share, "hash"))
+        if checkpoint.config.vocab != vocab_size:
+            raise ModelFileError(
+                f"{checkpoint.path}: {checkpoint.config.vocab} embeddings for a vocabulary of {vocab_size}."
+            )
+        variant = _kernels(checkpoint, config)
         if isinstance(variant, str):
             progress("build", 0.0, f"plain torch, because {variant}")
-            return _torch(file, model, config, version, progress)
+            return _torch(checkpoint, config, version, progress)
         progress("build", 0.0, f"native kernels {variant.name}, {precision}")
-        return _native(file, model, config, f"{version}-{precision}", progress, variant)
+        return _native(checkpoint, config, version, precision, progress, variant)
+
+
+def _kernels(checkpoint: Checkpoint, config: EngineConfig) -> kernels.Variant | str:
+    """The kernels to use, or a sentence that says why none are."""
+    if config.device != "cpu":
+        return f"CHORUS_DEVICE={config.device}"
+    misfit = native_runner.misfit(checkpoint, WEIGHTS[config.weights])
+    if misfit is not None and config.weights == AS_STORED and native_runner.misfit(checkpoint, TensorType.Q8_0) is None:
+        misfit += " (CHORUS_WEIGHTS=q8_0 quantises them for the kernels)"
+    return misfit or kernels.choose()
 
 
 def _native(  # noqa: PLR0917 - what `load_runner` knows
-    file: GgufFile, model: ModelConfig, config: EngineConfig, version: str, progress: Progress, variant: kernels.Variant
+    checkpoint: Checkpoint,
+    config: EngineConfig,
+    digest: str,
+    precision: str,
+    progress: Progress,
+    variant: kernels.Variant,
 ) -> Runner:
-    context = _context(model, config)
-    blocks = _blocks(config, native_runner.kv_block_bytes(model))
+    kv = native_runner.KV_TYPE if config.kv_type == AUTO else KvType(config.kv_type)
+    # The version names all that may change a bit of what the model says: block hashes and continuations rely on it.
+    names = [digest, *([config.weights] if config.weights != AS_STORED else []), precision]
+    names += [f"kv-{kv.value}"] if kv is not native_runner.KV_TYPE else []
+    context, blocks = _context(checkpoint, config), _blocks(checkpoint, config, kv)
     built = native_runner.build_model(
-        file,
-        model,
+        checkpoint,
         variant,
         context=context,
         blocks=blocks,
         threads=config.threads,
-        precise=version.endswith(PRECISIONS[1]),
+        precise=precision == PRECISIONS[1],
+        kv=kv,
+        quantised=WEIGHTS[config.weights],
         progress=lambda share: progress("build", share, "weights"),
     )
-    return native_runner.NativeRunner(built, RunnerInfo(version, blocks, context, model.vocab))
+    return native_runner.NativeRunner(built, RunnerInfo("-".join(names), blocks, context, checkpoint.config.vocab))
 
 
-def _torch(file: GgufFile, model: ModelConfig, config: EngineConfig, version: str, progress: Progress) -> Runner:
+def _torch(checkpoint: Checkpoint, config: EngineConfig, version: str, progress: Progress) -> Runner:
     from services.replica.model import torch_runner  # noqa: PLC0415
 
+    kv = torch_runner.kv_type(config.device) if config.kv_type == AUTO else KvType(config.kv_type)
     return torch_runner.build_runner(
-        file,
-        model,
+        checkpoint,
         version,
-        context=_context(model, config),
-        blocks=_blocks(config, torch_runner.kv_block_bytes(model)),
+        device=config.device,
+        kv=kv,
+        context=_context(checkpoint, config),
+        blocks=_blocks(checkpoint, config, kv),
         threads=config.threads,
         progress=lambda share: progress("build", share, "weights"),
     )
 
 
-def _context(model: ModelConfig, config: EngineConfig) -> int:
-    return min(config.context_max or model.context, model.context)
+def _context(checkpoint: Checkpoint, config: EngineConfig) -> int:
+    return min(config.context_max or checkpoint.config.context, checkpoint.config.context)
 
 
-def _blocks(config: EngineConfig, block_bytes: int) -> int:
-    blocks = config.blocks or config.kv_bytes // block_bytes
+def _blocks(checkpoint: Checkpoint, config: EngineConfig, kv: KvType) -> int:
+    blocks = config.blocks or config.kv_bytes // kv_block_bytes(checkpoint.config, kv)
     if blocks < 1:
         raise ConfigError(f"{config.kv_bytes} bytes of KV memory hold no block of this model: give it more")
     return blocks

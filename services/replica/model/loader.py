@@ -1,4 +1,4 @@
-"""Weights from a GGUF file as torch tensors, dequantised."""
+"""A checkpoint's weights as torch tensors, dequantised."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -6,9 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from services.replica.model.config import ModelConfig
-from services.replica.model.weights_file import Floats, TensorReader, halves
-from shared.gguf import GgufFile
+from services.replica.model.checkpoint import Checkpoint, Part
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +19,9 @@ class LayerWeights:
     ffn_norm: torch.Tensor  # [hidden]
     gate_up: torch.Tensor  # [2 ffn, hidden]: gate, up
     down: torch.Tensor  # [hidden, ffn]
+    qkv_bias: torch.Tensor | None = None  # [(heads + 2 kv_heads) head_dim]
+    query_norm: torch.Tensor | None = None  # [head_dim]
+    key_norm: torch.Tensor | None = None  # [head_dim]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,36 +32,42 @@ class Weights:
     head: torch.Tensor  # [vocab, hidden]; the embedding itself when they are tied
 
 
-def load_weights(file: GgufFile, config: ModelConfig, progress: Callable[[float], None]) -> Weights:
-    """All weights as float32. Raises ModelFileError when a tensor is missing, misshapen, or not understood."""
-    reader = TensorReader(file)
-    q_rows, kv_rows = config.heads * config.head_dim, config.kv_heads * config.head_dim
+def load_weights(
+    checkpoint: Checkpoint,
+    progress: Callable[[float], None],
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | None = None,
+) -> Weights:
+    """All weights. Raises ModelFileError when a tensor is missing, misshapen, or not understood."""
+    config = checkpoint.config
+
+    def tensor(*parts: Part, layer: int = 0) -> torch.Tensor:
+        found = [checkpoint.floats(part, layer) for part in parts]
+        whole = found[0] if len(found) == 1 else np.concatenate(found)
+        return torch.from_numpy(whole).to(dtype).to(device)
+
     layers = []
-    for index in range(config.layers):
-        name = f"blk.{index}."
-        query = reader.read(f"{name}attn_q.weight", q_rows, config.hidden)
-        key = reader.read(f"{name}attn_k.weight", kv_rows, config.hidden)
-        value = reader.read(f"{name}attn_v.weight", kv_rows, config.hidden)
-        gate = reader.read(f"{name}ffn_gate.weight", config.ffn, config.hidden)
-        up = reader.read(f"{name}ffn_up.weight", config.ffn, config.hidden)
+    for layer in range(config.layers):
         layers.append(
             LayerWeights(
-                attention_norm=_tensor(reader.read(f"{name}attn_norm.weight", config.hidden)),
-                qkv=_tensor(np.concatenate([halves(query, config.heads), halves(key, config.kv_heads), value])),
-                attention_out=_tensor(reader.read(f"{name}attn_output.weight", config.hidden, q_rows)),
-                ffn_norm=_tensor(reader.read(f"{name}ffn_norm.weight", config.hidden)),
-                gate_up=_tensor(np.concatenate([gate, up])),
-                down=_tensor(reader.read(f"{name}ffn_down.weight", config.hidden, config.ffn)),
+                attention_norm=tensor(Part.ATTENTION_NORM, layer=layer),
+                qkv=tensor(Part.QUERY, Part.KEY, Part.VALUE, layer=layer),
+                attention_out=tensor(Part.ATTENTION_OUT, layer=layer),
+                ffn_norm=tensor(Part.FFN_NORM, layer=layer),
+                gate_up=tensor(Part.GATE, Part.UP, layer=layer),
+                down=tensor(Part.DOWN, layer=layer),
+                qkv_bias=tensor(Part.QUERY_BIAS, Part.KEY_BIAS, Part.VALUE_BIAS, layer=layer)
+                if config.qkv_bias
+                else None,
+                query_norm=tensor(Part.QUERY_NORM, layer=layer) if config.qk_norm else None,
+                key_norm=tensor(Part.KEY_NORM, layer=layer) if config.qk_norm else None,
             )
         )
-        progress((index + 1) / (config.layers + 1))
-    embedding = _tensor(reader.read("token_embd.weight", config.vocab, config.hidden))
-    tied = "output.weight" not in file.tensors
-    head = embedding if tied else _tensor(reader.read("output.weight", config.vocab, config.hidden))
-    final_norm = _tensor(reader.read("output_norm.weight", config.hidden))
-    reader.refuse_unread()
+        progress((layer + 1) / (config.layers + 1))
+    embedding = tensor(Part.EMBEDDING)
+    head = embedding if config.tied else tensor(Part.HEAD)
+    final_norm = tensor(Part.FINAL_NORM)
+    checkpoint.refuse_unread()
+    progress(1.0)
     return Weights(embedding, tuple(layers), final_norm, head)
-
-
-def _tensor(values: Floats) -> torch.Tensor:
-    return torch.from_numpy(np.ascontiguousarray(values))

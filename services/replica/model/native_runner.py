@@ -1,11 +1,15 @@
-"""The runner behind a GGUF model on a CPU: the native kernels, weights as the file has them, half-precision KV."""
+"""The runner behind a model on a CPU: the native kernels, weights as the file has them or quantised at load."""
 
 from collections.abc import Callable
+
+import numpy as np
 
 from services.replica.core.plan import SampleParams, StepPlan, StepResult
 from services.replica.core.randomness import unit
 from services.replica.core.sequence import penalised
+from services.replica.model.checkpoint import FLOAT_TYPES, LAYER_MATRICES, SHARED_INPUT, Checkpoint, Part
 from services.replica.model.config import ModelConfig
+from services.replica.model.kv_size import KvType
 from services.replica.model.native.kernels import (
     BEST,
     KINDS,
@@ -15,14 +19,13 @@ from services.replica.model.native.kernels import (
     MatrixPlace,
     Rows,
     Variant,
+    VectorPlace,
 )
 from services.replica.model.sampler import odds_wanted, sample, tell_odds
-from services.replica.model.weights_file import Bytes, TensorReader, halves
 from services.replica.runner import RunnerInfo
-from shared.gguf import GgufFile, TensorType
-from shared.limits import BLOCK_TOKENS
+from shared.gguf import TensorType
 
-KV_BYTES = 2  # half precision
+KV_TYPE = KvType.FLOAT16  # unless something else is asked for
 
 
 class NativeRunner:
@@ -65,26 +68,29 @@ def _draw(param: SampleParams | None) -> Draw | None:
     return Draw(param.sampling.temperature, param.sampling.min_p, unit(param.seed, param.position))
 
 
-def misfit(file: GgufFile, config: ModelConfig) -> str | None:
-    """Why the kernels cannot run this file; None: they can."""
-    odd = sorted({t.type.name for t in file.tensors.values() if len(t.shape) == 2 and t.type not in KINDS})
-    if odd:
+def misfit(checkpoint: Checkpoint, quantised: TensorType | None = None) -> str | None:
+    """Why the kernels cannot run this model, its float matrices read as `quantised`; None: they can."""
+    config = checkpoint.config
+
+    def read_as(part: Part, layer: int = 0) -> TensorType:
+        kind = checkpoint.type_of(part, layer)
+        return quantised if quantised is not None and kind in FLOAT_TYPES else kind
+
+    single = (Part.EMBEDDING,) if config.tied else (Part.EMBEDDING, Part.HEAD)
+    found = {read_as(part) for part in single}
+    found |= {read_as(part, layer) for part in LAYER_MATRICES for layer in range(config.layers)}
+    if odd := sorted(kind.name for kind in found if kind not in KINDS):
         return f"it has matrices of type {', '.join(odd)}"
     for layer in range(config.layers):
-        for names in (("attn_q", "attn_k", "attn_v"), ("ffn_gate", "ffn_up")):  # products that share their input
-            found = {t.type for name in names if (t := file.tensors.get(f"blk.{layer}.{name}.weight")) is not None}
-            if len(found) > 1:
-                return f"its {', '.join(names)} of layer {layer} are of different types"
-    return _shape(config, context=1, blocks=1, threads=1, precise=False).misfit()
-
-
-def kv_block_bytes(config: ModelConfig) -> int:
-    return config.kv_numbers * BLOCK_TOKENS * KV_BYTES
+        for parts in SHARED_INPUT:
+            if len({read_as(part, layer) for part in parts}) > 1:
+                names = ", ".join(part.value for part in parts)
+                return f"its {names} matrices of layer {layer} are of different types"
+    return _shape(config, context=1, blocks=1, threads=1, precise=False, kv=KV_TYPE).misfit()
 
 
 def build_model(
-    file: GgufFile,
-    config: ModelConfig,
+    checkpoint: Checkpoint,
     variant: Variant,
     *,
     context: int,
@@ -92,18 +98,21 @@ def build_model(
     threads: int,
     precise: bool,
     progress: Callable[[float], None],
+    kv: KvType = KV_TYPE,
+    quantised: TensorType | None = None,
 ) -> KernelModel:
-    """Repack a file's weights into a model. Raises ModelFileError when a tensor is missing, misshapen or unknown."""
-    model = KernelModel(variant, _shape(config, context=context, blocks=blocks, threads=threads, precise=precise))
+    """Repack a model's weights, float matrices as `quantised`. Raises ModelFileError: a tensor is missing or wrong."""
+    shape = _shape(checkpoint.config, context=context, blocks=blocks, threads=threads, precise=precise, kv=kv)
+    model = KernelModel(variant, shape)
     try:
-        _put_weights(model, TensorReader(file), config, tied="output.weight" not in file.tensors, progress=progress)
+        _put_weights(model, checkpoint, quantised, progress)
     except BaseException:
         model.close()
         raise
     return model
 
 
-def _shape(config: ModelConfig, *, context: int, blocks: int, threads: int, precise: bool) -> KernelShape:
+def _shape(config: ModelConfig, *, context: int, blocks: int, threads: int, precise: bool, kv: KvType) -> KernelShape:
     return KernelShape(
         vocab=config.vocab,
         hidden=config.hidden,
@@ -114,41 +123,52 @@ def _shape(config: ModelConfig, *, context: int, blocks: int, threads: int, prec
         ffn=config.ffn,
         eps=config.eps,
         theta=config.theta,
+        rope_factors=config.rope_factors,
+        window=config.window,
+        qk_norm=config.qk_norm,
         context=context,
         blocks=blocks,
         threads=threads,
         precise=precise,
+        kv=kv,
     )
 
 
 def _put_weights(
-    model: KernelModel, reader: TensorReader, config: ModelConfig, *, tied: bool, progress: Callable[[float], None]
+    model: KernelModel, checkpoint: Checkpoint, quantised: TensorType | None, progress: Callable[[float], None]
 ) -> None:
-    q_rows, kv_rows, hidden = config.heads * config.head_dim, config.kv_heads * config.head_dim, config.hidden
+    config = checkpoint.config
+    # A 4-bit head costs more than it saves: its kind is that of an 8-bit one.
+    outer = None if quantised is None else TensorType.Q8_0
 
-    def put(place: MatrixPlace, layer: int, cols: int, *parts: tuple[TensorType, Bytes]) -> None:
-        model.put_matrix(place, layer, parts[0][0], [rows for _, rows in parts], cols=cols)
+    def matrix(
+        place: MatrixPlace, cols: int, *parts: Part, layer: int = 0, kind: TensorType | None = quantised
+    ) -> None:
+        read = [checkpoint.raw(part, layer, quantised=kind) for part in parts]
+        model.put_matrix(place, layer, read[0][0], [rows for _, rows in read], cols=cols)
+
+    def vector(place: VectorPlace, *parts: Part, layer: int = 0) -> None:
+        model.put_vector(place, layer, np.concatenate([checkpoint.floats(part, layer) for part in parts]))
 
     for layer in range(config.layers):
-        name = f"blk.{layer}."
-        query_kind, query = reader.raw(f"{name}attn_q.weight", q_rows, hidden)
-        key_kind, key = reader.raw(f"{name}attn_k.weight", kv_rows, hidden)
-        value = reader.raw(f"{name}attn_v.weight", kv_rows, hidden)
-        turned = (query_kind, halves(query, config.heads)), (key_kind, halves(key, config.kv_heads))
-        put("qkv", layer, hidden, *turned, value)
-        put("o", layer, q_rows, reader.raw(f"{name}attn_output.weight", hidden, q_rows))
-        gate, up = (reader.raw(f"{name}ffn_{which}.weight", config.ffn, hidden) for which in ("gate", "up"))
-        put("gate_up", layer, hidden, gate, up)
-        put("down", layer, config.ffn, reader.raw(f"{name}ffn_down.weight", hidden, config.ffn))
-        model.put_vector("norm", layer, reader.read(f"{name}attn_norm.weight", hidden))
-        model.put_vector("ffn_norm", layer, reader.read(f"{name}ffn_norm.weight", hidden))
+        matrix("qkv", config.hidden, Part.QUERY, Part.KEY, Part.VALUE, layer=layer)
+        matrix("o", config.heads * config.head_dim, Part.ATTENTION_OUT, layer=layer)
+        matrix("gate_up", config.hidden, Part.GATE, Part.UP, layer=layer)
+        matrix("down", config.ffn, Part.DOWN, layer=layer)
+        vector("norm", Part.ATTENTION_NORM, layer=layer)
+        vector("ffn_norm", Part.FFN_NORM, layer=layer)
+        if config.qkv_bias:
+            vector("qkv_bias", Part.QUERY_BIAS, Part.KEY_BIAS, Part.VALUE_BIAS, layer=layer)
+        if config.qk_norm:
+            vector("q_norm", Part.QUERY_NORM, layer=layer)
+            vector("k_norm", Part.KEY_NORM, layer=layer)
         progress((layer + 1) / (config.layers + 1))
-    embedding = reader.raw("token_embd.weight", config.vocab, hidden)
-    if tied:
-        put("head", 0, hidden, embedding)
+    if config.tied:
+        matrix("head", config.hidden, Part.EMBEDDING, kind=outer)
         model.tie_embedding()
     else:
-        put("embedding", 0, hidden, embedding)
-        put("head", 0, hidden, reader.raw("output.weight", config.vocab, hidden))
-    model.put_vector("final_norm", 0, reader.read("output_norm.weight", hidden))
-    reader.refuse_unread()
+        matrix("embedding", config.hidden, Part.EMBEDDING, kind=outer)
+        matrix("head", config.hidden, Part.HEAD, kind=outer)
+    vector("final_norm", Part.FINAL_NORM)
+    checkpoint.refuse_unread()
+    progress(1.0)

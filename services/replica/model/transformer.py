@@ -1,14 +1,14 @@
-"""The forward pass of a Llama-family model in plain torch: one call per step, prompts and decodes mixed."""
+"""The forward pass of a Llama-family model in torch: one call per step, prompts and decodes mixed."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
 from torch.nn import functional
 
-from services.replica.core.plan import StepPlan
-from services.replica.model.attention import StepLayout, attend, lay_out
+from services.replica.core.plan import SeqChunk, StepPlan
+from services.replica.model.attention import Attend, AttentionBackend, PaddedAttention, StepRows, lay_out
 from services.replica.model.config import ModelConfig
-from services.replica.model.kv_cache import KvCache
 from services.replica.model.layers import Rope, rms_norm, swiglu
 from services.replica.model.loader import LayerWeights, Weights
 
@@ -27,31 +27,47 @@ class Forward(Protocol):
 class Transformer:
     """`Forward` in torch's own operations; precision and device are those of the weights."""
 
-    def __init__(self, config: ModelConfig, weights: Weights, *, blocks: int, context: int) -> None:
-        dtype = weights.embedding.dtype
-        self._config, self._weights = config, weights
-        self._rope = Rope(config.head_dim, context, config.theta, dtype)
-        self._cache = KvCache(config, blocks, dtype)
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Weights,
+        *,
+        blocks: int,
+        context: int,
+        attention: AttentionBackend | None = None,
+    ) -> None:
+        """`attention` brings its own blocks; without one the reference is made, with `blocks` of them."""
+        dtype, device = weights.embedding.dtype, weights.embedding.device
+        self._config, self._weights, self._device = config, weights, device
+        self._rope = Rope(config, context, dtype, device)
+        self._attention = attention or PaddedAttention(config, blocks, dtype, device=device)
 
     @property
     def blocks_total(self) -> int:
-        return self._cache.blocks
+        return self._attention.blocks
+
+    def logits(self, plan: StepPlan) -> torch.Tensor:
+        return self.every(plan.chunks, last_only=True)
 
     @torch.inference_mode()
-    def logits(self, plan: StepPlan) -> torch.Tensor:
-        layout = lay_out(plan.chunks)
-        x = self._weights.embedding[layout.tokens]
+    def every(self, chunks: Sequence[SeqChunk], *, last_only: bool = False) -> torch.Tensor:
+        """The logits of all rows, [rows, vocab], or of those alone whose next token is sampled."""
+        rows = lay_out(chunks, self._device)
+        attend = self._attention.prepare(chunks, rows)
+        x = self._weights.embedding[rows.tokens]
         for index, layer in enumerate(self._weights.layers):
-            x = x + self._attention(x, index, layer, layout)
+            x = x + self._mixed(x, index, layer, rows, attend)
             x = x + swiglu(rms_norm(x, layer.ffn_norm, self._config.eps), layer.gate_up, layer.down)
-        last = rms_norm(x[layout.last_rows], self._weights.final_norm, self._config.eps)
-        return functional.linear(last, self._weights.head)
+        wanted = x[rows.last_rows] if last_only else x
+        logits = functional.linear(rms_norm(wanted, self._weights.final_norm, self._config.eps), self._weights.head)
+        return logits if logits.dtype == torch.float64 else logits.float()
 
-    def _attention(self, x: torch.Tensor, index: int, layer: LayerWeights, layout: StepLayout) -> torch.Tensor:
+    def _mixed(self, x: torch.Tensor, index: int, layer: LayerWeights, rows: StepRows, attend: Attend) -> torch.Tensor:
         config = self._config
-        projected = functional.linear(rms_norm(x, layer.attention_norm, config.eps), layer.qkv)
+        projected = functional.linear(rms_norm(x, layer.attention_norm, config.eps), layer.qkv, layer.qkv_bias)
         heads = projected.view(len(x), config.heads + 2 * config.kv_heads, config.head_dim)
         queries, keys, values = torch.split(heads, [config.heads, config.kv_heads, config.kv_heads], dim=1)
-        self._cache.write(index, layout.slots, self._rope.turn(keys, layout.positions), values)
-        mixed = attend(layout, self._cache, index, self._rope.turn(queries, layout.positions))
-        return functional.linear(mixed.flatten(1), layer.attention_out)
+        if layer.query_norm is not None and layer.key_norm is not None:
+            queries, keys = rms_norm(queries, layer.query_norm, config.eps), rms_norm(keys, layer.key_norm, config.eps)
+        queries, keys = self._rope.turn(queries, rows.positions), self._rope.turn(keys, rows.positions)
+        return functional.linear(attend(index, queries, keys, values).flatten(1), layer.attention_out)

@@ -1,82 +1,46 @@
-"""A model file's tensors as numpy arrays, dequantised or as they stand; no torch.
+"""Tensors of a model file as numpy arrays, dequantised or as they stand; no torch."""
 
-One trap: llama-architecture files store the rows of the query and key matrices of each head in another order, so that
-RoPE may turn neighbours (0, 1), (2, 3) … We put them back, so that RoPE turns the halves (0, d/2), (1, d/2 + 1) …
-"""
-
-import hashlib
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shared.errors import ModelFileError
-from shared.gguf import BLOCK_LAYOUT, GgufFile, TensorInfo, TensorType
-from shared.limits import MIB
+from shared.gguf import BLOCK_LAYOUT, TensorInfo, TensorType
 
 Floats = NDArray[np.float32]
 Bytes = NDArray[np.uint8]
-_HASH_PIECE = 16 * MIB
-_Number = TypeVar("_Number", bound=np.generic)
 
 
-class TensorReader:
-    """Reads tensors by name and shape, and knows which were never asked for."""
+class TensorStore(Protocol):
+    """Named tensors in one or several mapped files. Views must be dropped before it is closed."""
 
-    def __init__(self, file: GgufFile) -> None:
-        self._file = file
-        self._unread = set(file.tensors)
+    @property
+    def path(self) -> Path: ...
 
-    def read(self, name: str, *shape: int) -> Floats:
-        """Dequantised. Raises ModelFileError when it is missing or misshapen."""
-        return dequantise(self._file, self._find(name, shape))
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
 
-    def raw(self, name: str, *shape: int) -> tuple[TensorType, Bytes]:
-        """A matrix as it stands in the file, without a copy: its type, and [rows, bytes of a row]."""
-        info = self._find(name, shape)
-        return info.type, np.frombuffer(self._file.data(info), dtype=np.uint8).reshape(shape[0], -1)
+    def data(self, tensor: TensorInfo) -> memoryview:
+        """The tensor's bytes as they stand, without a copy."""
+        ...
 
-    def _find(self, name: str, shape: tuple[int, ...]) -> TensorInfo:
-        info = self._file.tensors.get(name)
-        if info is None:
-            raise ModelFileError(f"{self._file.path}: the tensor {name} is missing. Choose another file.")
-        if info.shape != shape:
-            raise ModelFileError(f"{self._file.path}: {name} has the shape {info.shape}, not {shape}.")
-        self._unread.discard(name)
-        return info
+    def contents(self) -> list[memoryview]:
+        """Every byte that says what the model is, for hashing."""
+        ...
 
-    def refuse_unread(self) -> None:
-        """A tensor that we would leave out changes what the model says."""
-        if self._unread:
-            names = ", ".join(sorted(self._unread)[:3])
-            raise ModelFileError(f"{self._file.path}: it has tensors that are not understood: {names}.")
+    def close(self) -> None: ...
 
 
-def halves(matrix: NDArray[_Number], heads: int) -> NDArray[_Number]:
-    """[heads head_dim, in] with each head's rows reordered from neighbours to halves."""
-    rows, columns = matrix.shape
-    return matrix.reshape(heads, rows // heads // 2, 2, columns).swapaxes(1, 2).reshape(rows, columns)
+def dequantise(store: TensorStore, info: TensorInfo) -> Floats:
+    """A tensor's numbers as float32, in its shape; a copy."""
+    return _DEQUANTISE[info.type](np.frombuffer(store.data(info), dtype=np.uint8)).reshape(info.shape)
 
 
-def file_hash(file: GgufFile, progress: Callable[[float], None]) -> str:
-    """The first 16 hexadecimal digits of the file's SHA-256."""
-    digest = hashlib.sha256()
-    data = file.bytes()
-    for at in range(0, len(data), _HASH_PIECE):
-        digest.update(data[at : at + _HASH_PIECE])
-        progress(min(1.0, (at + _HASH_PIECE) / len(data)))
-    data.release()
-    return digest.hexdigest()[:16]
-
-
-# --- dequantisation --------------------------------------------------------------------------------------
-
-
-def dequantise(file: GgufFile, info: TensorInfo) -> Floats:
-    """A tensor's numbers as float32, in its shape."""
-    data = np.frombuffer(file.data(info), dtype=np.uint8)
-    return _DEQUANTISE[info.type](data).reshape(info.shape)
+def raw_rows(store: TensorStore, info: TensorInfo) -> Bytes:
+    """A matrix as it stands, without a copy: [rows, bytes of a row]."""
+    return np.frombuffer(store.data(info), dtype=np.uint8).reshape(info.shape[0], -1)
 
 
 def _f32(data: Bytes) -> Floats:
@@ -85,6 +49,11 @@ def _f32(data: Bytes) -> Floats:
 
 def _f16(data: Bytes) -> Floats:
     return data.view(np.float16).astype(np.float32)
+
+
+def _bf16(data: Bytes) -> Floats:
+    """The upper halves of float32 numbers."""
+    return (data.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
 
 
 def _scale(blocks: Bytes, at: int) -> Floats:
@@ -119,6 +88,7 @@ def _q8_0(data: Bytes) -> Floats:
 _DEQUANTISE: dict[TensorType, Callable[[Bytes], Floats]] = {
     TensorType.F32: _f32,
     TensorType.F16: _f16,
+    TensorType.BF16: _bf16,
     TensorType.Q4_0: _q4_0,
     TensorType.Q4_1: _q4_1,
     TensorType.Q8_0: _q8_0,

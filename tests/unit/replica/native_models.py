@@ -9,14 +9,17 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from services.replica.model.config import ModelConfig, read_config
+from services.replica.model.config import ModelConfig
+from services.replica.model.kv_size import KvType
+from services.replica.model.load import open_checkpoint
 from services.replica.model.native.kernels import KernelModel, Rows, Variant, runnable
 from services.replica.model.native_runner import build_model
-from shared.gguf import GgufFile
-from tests.unit.shared.gguf_files import FLOAT32, Q4_0, Q4_1, Q8_0, Tensor, Typed, gguf
+from shared.gguf import TensorType
+from tests.unit.shared.gguf_files import BFLOAT16, FLOAT16, FLOAT32, Q4_0, Q4_1, Q8_0, Tensor, Typed, gguf
 
 VOCAB = 300
 CONTEXT = 512
+FLOATS = {"F32": FLOAT32, "F16": FLOAT16, "BF16": BFLOAT16}
 KINDS = {"Q4_1": Q4_1, "Q4_0": Q4_0, "Q8_0": Q8_0}
 VARIANTS = runnable()
 NOT_BUILT = "no native kernels are built: python -m services.replica.model.native"
@@ -26,6 +29,8 @@ each_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: 
 
 def quantised(values: NDArray[np.float32], kind: int) -> bytes:
     """Rows in blocks of 32; how well does not matter, every reader must read the same numbers from them."""
+    if kind in FLOATS:
+        return float_bytes(values, kind)
     blocks = values.reshape(-1, 32)
     parts: list[NDArray] = []
     if kind == Q8_0:
@@ -43,21 +48,44 @@ def quantised(values: NDArray[np.float32], kind: int) -> bytes:
     return np.concatenate(parts, axis=1).tobytes()
 
 
-def tiny_file(path: Path, kind: int, *, heads: int = 6, kv_heads: int = 2, tied: bool = True, seed: int = 0) -> Path:
-    """A model of two layers, heads of 32, every matrix of one kind."""
+def float_bytes(values: NDArray[np.float32], kind: int) -> bytes:
+    if kind == BFLOAT16:
+        return (values.view(np.uint32) >> 16).astype(np.uint16).tobytes()
+    return values.astype(np.float16 if kind == FLOAT16 else np.float32).tobytes()
+
+
+def tiny_file(
+    path: Path,
+    kind: int,
+    *,
+    heads: int = 6,
+    kv_heads: int = 2,
+    tied: bool = True,
+    seed: int = 0,
+    family: str = "llama",
+    window: int = 0,
+    rope_factors: bool = False,
+    odd: Mapping[str, int] = {},
+) -> Path:
+    """A model of two layers, heads of 32, every matrix of one kind, but for the `odd` ones."""
     rng = np.random.default_rng(seed)
     hidden, ffn, dim, layers = 64, 96, 32, 2
 
-    def matrix(rows: int, columns: int, gain: float = 1.5) -> Tensor:
+    def matrix(name: str, rows: int, columns: int, gain: float = 1.5) -> Tensor:
         values = rng.standard_normal((rows, columns), np.float32) * gain * columns**-0.5
-        return Tensor((columns, rows), kind, quantised(values, kind))
+        stored = odd.get(name, kind)
+        return Tensor((columns, rows), stored, quantised(values, stored))
 
-    def norm() -> Tensor:
-        return Tensor((hidden,), FLOAT32, (1 + 0.1 * rng.standard_normal(hidden, np.float32)).tobytes())
+    def vector(width: int, middle: float = 1.0, spread: float = 0.1) -> Tensor:
+        return Tensor((width,), FLOAT32, (middle + spread * rng.standard_normal(width, np.float32)).tobytes())
 
-    tensors = {"token_embd.weight": matrix(VOCAB, hidden, 8.0), "output_norm.weight": norm()}
+    tensors = {"token_embd.weight": matrix("token_embd", VOCAB, hidden, 8.0), "output_norm.weight": vector(hidden)}
     if not tied:
-        tensors["output.weight"] = matrix(VOCAB, hidden)
+        tensors["output.weight"] = matrix("output", VOCAB, hidden)
+    if rope_factors:
+        tensors["rope_freqs.weight"] = Tensor(
+            (dim // 2,), FLOAT32, np.geomspace(1, 8, dim // 2, dtype=np.float32).tobytes()
+        )
     for layer in range(layers):
         shapes = {
             "attn_q": (heads * dim, hidden),
@@ -68,8 +96,12 @@ def tiny_file(path: Path, kind: int, *, heads: int = 6, kv_heads: int = 2, tied:
             "ffn_up": (ffn, hidden),
             "ffn_down": (hidden, ffn),
         }
-        tensors |= {f"blk.{layer}.{name}.weight": matrix(*shape) for name, shape in shapes.items()}
-        tensors |= {f"blk.{layer}.{name}.weight": norm() for name in ("attn_norm", "ffn_norm")}
+        tensors |= {f"blk.{layer}.{name}.weight": matrix(f"{layer}.{name}", *shape) for name, shape in shapes.items()}
+        tensors |= {f"blk.{layer}.{name}.weight": vector(hidden) for name in ("attn_norm", "ffn_norm")}
+        if family == "qwen2":
+            tensors |= {f"blk.{layer}.{name}.bias": vector(shapes[name][0], 0.0, 1.0) for name in list(shapes)[:3]}
+        if family == "qwen3":
+            tensors |= {f"blk.{layer}.{name}.weight": vector(dim) for name in ("attn_q_norm", "attn_k_norm")}
     numbers = {
         "embedding_length": hidden,
         "block_count": layers,
@@ -79,11 +111,12 @@ def tiny_file(path: Path, kind: int, *, heads: int = 6, kv_heads: int = 2, tied:
         "attention.head_count_kv": kv_heads,
         "attention.key_length": dim,
         "rope.dimension_count": dim,
+        "attention.sliding_window": window,
     }
     metadata: Mapping[str, object] = {
-        "general.architecture": "llama",
-        **{f"llama.{key}": Typed("u32", number) for key, number in numbers.items()},
-        "llama.attention.layer_norm_rms_epsilon": Typed("f32", 1e-5),
+        "general.architecture": family,
+        **{f"{family}.{key}": Typed("u32", number) for key, number in numbers.items()},
+        f"{family}.attention.layer_norm_rms_epsilon": Typed("f32", 1e-5),
     }
     path.write_bytes(gguf(metadata, tensors))
     return path
@@ -91,19 +124,28 @@ def tiny_file(path: Path, kind: int, *, heads: int = 6, kv_heads: int = 2, tied:
 
 @cache
 def config_of(path: Path) -> ModelConfig:
-    with GgufFile(path) as file:
-        return read_config(file)
+    with open_checkpoint(path) as checkpoint:
+        return checkpoint.config
 
 
 @contextmanager
 def kernel_model(
-    path: Path, variant: Variant, *, precise: bool = False, threads: int = 1, blocks: int = 64
+    path: Path,
+    variant: Variant,
+    *,
+    precise: bool = False,
+    threads: int = 1,
+    blocks: int = 64,
+    kv: KvType = KvType.FLOAT16,
+    quantised: TensorType | None = None,
 ) -> Iterator[KernelModel]:
-    with GgufFile(path) as file:
+    """From a GGUF file or a folder."""
+    with open_checkpoint(path) as checkpoint:
         model = build_model(
-            file,
-            read_config(file),
+            checkpoint,
             variant,
+            kv=kv,
+            quantised=quantised,
             context=CONTEXT,
             blocks=blocks,
             threads=threads,

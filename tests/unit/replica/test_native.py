@@ -11,7 +11,7 @@ import torch
 from services.replica.core.plan import SampleParams, SeqChunk, StepPlan
 from services.replica.engine_messages import EngineConfig
 from services.replica.model import load
-from services.replica.model.load import load_runner
+from services.replica.model.load import load_runner, open_checkpoint
 from services.replica.model.loader import load_weights
 from services.replica.model.native import kernels
 from services.replica.model.native.kernels import BEST, Draw, KernelShape, Rows, Variant
@@ -19,7 +19,7 @@ from services.replica.model.native_runner import NativeRunner, misfit
 from services.replica.model.torch_runner import TorchRunner
 from services.replica.model.transformer import Transformer
 from shared.errors import ConfigError
-from shared.gguf import GgufFile
+from shared.gguf import TensorType
 from shared.messages import Sampling
 from tests.unit.replica.native_models import (
     KINDS,
@@ -49,9 +49,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def reference(path: Path, prompt: tuple[int, ...]) -> np.ndarray:
     """[vocab]: float32 torch over the file's dequantised weights."""
-    with GgufFile(path) as file:
-        config = config_of(path)
-        weights = load_weights(file, config, lambda _: None)
+    config = config_of(path)
+    with open_checkpoint(path) as checkpoint:
+        weights = load_weights(checkpoint, lambda _: None)
     sample = SampleParams(GREEDY, 0, 0)
     plan = StepPlan(1, (SeqChunk("a", 1, 0, prompt, TABLE, sample),))
     return Transformer(config, weights, blocks=len(TABLE), context=config.context).logits(plan)[0].numpy()
@@ -225,18 +225,17 @@ def test_the_fallback_is_torch_and_says_why(files, monkeypatch: pytest.MonkeyPat
 
 
 def test_files_that_the_kernels_cannot_run_are_known(files, tmp_path: Path):
-    """Half-precision matrices, and products whose parts are of different types."""
-    half = tmp_path / "half.gguf"
-    with GgufFile(files["Q4_1"]) as file:
-        assert misfit(file, config_of(files["Q4_1"])) is None
-        info = file.tensors["blk.1.attn_v.weight"]
-        changed = {name: type(info)(*(getattr(t, f) for f in t.__slots__)) for name, t in file.tensors.items()}
-        object.__setattr__(changed["blk.1.attn_v.weight"], "type", type(info.type)(Q8_0))
-        file.tensors = changed
-        assert "different types" in misfit(file, config_of(files["Q4_1"]))
-        object.__setattr__(changed["blk.1.attn_v.weight"], "type", type(info.type)(FLOAT16))
-        assert "F16" in misfit(file, config_of(files["Q4_1"]))
-    assert not half.exists()
+    """Half-precision matrices, and products whose parts are of different types; the former once they are quantised."""
+    mixed = tiny_file(tmp_path / "mixed.gguf", Q4_1, odd={"1.attn_v": Q8_0})
+    half = tiny_file(tmp_path / "half.gguf", Q8_0, odd={"1.attn_v": FLOAT16})
+    for path, said, quantised in (
+        (files["Q4_1"], "None", "None"),
+        (mixed, "query, key, value matrices of layer 1 are of different types", "of different types"),
+        (half, "type F16", "None"),
+    ):
+        with open_checkpoint(path) as checkpoint:
+            assert said in str(misfit(checkpoint))
+            assert quantised in str(misfit(checkpoint, TensorType.Q8_0))
 
 
 @pytest.mark.parametrize(("name", "value"), [(kernels.CHOICE, "sse9"), (load.PRECISION, "sloppy")])

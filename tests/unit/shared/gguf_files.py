@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 ALIGNMENT = 32
-FLOAT32, FLOAT16, Q4_0, Q4_1, Q8_0 = 0, 1, 2, 3, 8
+FLOAT32, FLOAT16, Q4_0, Q4_1, Q8_0, BFLOAT16 = 0, 1, 2, 3, 8, 30
 TEXT, ARRAY = 8, 9
 _NUMBERS = {
     "u8": (0, "B"),

@@ -14,8 +14,9 @@ namespace chorus {
 
 struct Shape {  // mirrored in kernels.py
   int32_t vocab, hidden, layers, heads, kv_heads, head_dim, ffn, context;
-  int32_t blocks, threads, precise, qk_norm;
+  int32_t blocks, threads, precise, qk_norm, window, kv;
   float eps, theta;
+  const double* rope_factors;  // [head_dim / 2], or null; read while the model is made, and no later
 };
 
 struct Chunk {  // rows [row, row + count) of one sequence, from position `start`; its block table begins at `table`
@@ -51,8 +52,8 @@ class Model {
  public:
   explicit Model(const Shape& shape)
       : s(shape), layers(shape.layers), team(shape.threads, shape.layers * 8 + 8), desks_(shape.threads) {
-    cache_ = {s.layers, s.blocks, s.kv_heads, s.head_dim, nullptr};
-    cache_.data = reinterpret_cast<half*>(memory.take(cache_.bytes()));
+    cache_ = {s.layers, s.blocks, s.kv_heads, s.head_dim, Kv(s.kv), nullptr};
+    cache_.data = memory.take(cache_.bytes());
     for (auto& desk : desks_) {
       desk.scores.need(size_t(ROWS) * group() * (s.context + 2 * SLOTS));
       desk.mixed.need(size_t(ROWS) * group() * s.head_dim);
@@ -108,12 +109,13 @@ class Model {
   float* x_row(int row) { return x_.data() + size_t(row) * s.hidden; }
   float* qkv_row(int row) { return qkv_.data() + size_t(row) * qkv_width(); }
 
-  // cos and sin of position / theta^(2i / head_dim), from extended precision: no library's last bit shows.
+  // cos and sin of position / theta^(2i / head_dim) / factor i, from extended precision: no library's last bit shows.
   void make_turns() {
     const int half_dim = s.head_dim / 2;
     turns_.need(size_t(s.context) * s.head_dim);
     for (int i = 0; i < half_dim; i++) {
-      const long double frequency = powl(s.theta, -2.0L * i / s.head_dim);
+      long double frequency = powl(s.theta, -2.0L * i / s.head_dim);
+      if (s.rope_factors) frequency /= s.rope_factors[i];
       for (int at = 0; at < s.context; at++) {
         turns_[size_t(at) * s.head_dim + i] = float(cosl(at * frequency));
         turns_[size_t(at) * s.head_dim + half_dim + i] = float(sinl(at * frequency));
@@ -274,18 +276,27 @@ class Model {
   template <int R>
   void by_group(int l, const Piece& p, const int32_t* table, int ahead, const float** q, float** out, Desk& desk) {
     const int at = p.position + ahead;
-    float* room = desk.scores.data();
-    switch (group()) {
-      case 1: return attend<R, 1>(cache_, l, p.kv, table, at, q, out, room);
-      case 2: return attend<R, 2>(cache_, l, p.kv, table, at, q, out, room);
-      case 3: return attend<R, 3>(cache_, l, p.kv, table, at, q, out, room);
-      case 4: return attend<R, 4>(cache_, l, p.kv, table, at, q, out, room);
+    switch (cache_.kind) {
+      case KV_F32: return attend_as<KV_F32, R>(l, p.kv, table, at, q, out, desk);
+      case KV_BF16: return attend_as<KV_BF16, R>(l, p.kv, table, at, q, out, desk);
+      case KV_F16: return attend_as<KV_F16, R>(l, p.kv, table, at, q, out, desk);
+      case KV_I8: return attend_as<KV_I8, R>(l, p.kv, table, at, q, out, desk);
     }
-    for (int g = 0; g < group(); g++) {
-      const float* one_q[R];
-      float* one_out[R];
-      for (int r = 0; r < R; r++) one_q[r] = q[r] + g * s.head_dim, one_out[r] = out[r] + g * s.head_dim;
-      attend<R, 1>(cache_, l, p.kv, table, at, one_q, one_out, room);
+  }
+
+  // Up to four query heads of a KV head at a time: what the registers hold.
+  template <Kv KIND, int R>
+  void attend_as(int l, int kv, const int32_t* table, int at, const float** q, float** out, Desk& desk) {
+    float* room = desk.scores.data();
+    for (int g = 0, n; g < group(); g += n) {
+      const float* some_q[R];
+      float* some_out[R];
+      for (int r = 0; r < R; r++) some_q[r] = q[r] + g * s.head_dim, some_out[r] = out[r] + g * s.head_dim;
+      n = std::min(4, group() - g);
+      if (n == 1) attend<KIND, R, 1>(cache_, l, kv, table, at, s.window, some_q, some_out, room);
+      else if (n == 2) attend<KIND, R, 2>(cache_, l, kv, table, at, s.window, some_q, some_out, room);
+      else if (n == 3) attend<KIND, R, 3>(cache_, l, kv, table, at, s.window, some_q, some_out, room);
+      else attend<KIND, R, 4>(cache_, l, kv, table, at, s.window, some_q, some_out, room);
     }
   }
 

@@ -15,6 +15,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from services.replica.model.kv_size import KvType
 from shared.errors import ConfigError, EngineError
 from shared.gguf import BLOCK_LAYOUT, TensorType
 from shared.limits import BLOCK_TOKENS
@@ -102,6 +103,7 @@ MatrixPlace = Literal["qkv", "o", "gate_up", "down", "head", "embedding"]
 VectorPlace = Literal["norm", "ffn_norm", "q_norm", "k_norm", "qkv_bias", "final_norm"]
 _MATRICES: tuple[MatrixPlace, ...] = ("qkv", "o", "gate_up", "down", "head", "embedding")
 _VECTORS: tuple[VectorPlace, ...] = ("norm", "ffn_norm", "q_norm", "k_norm", "qkv_bias", "final_norm")
+_KV_TYPES = (KvType.FLOAT32, KvType.BFLOAT16, KvType.FLOAT16, KvType.INT8)
 KINDS = (TensorType.Q4_0, TensorType.Q4_1, TensorType.Q8_0)
 BLOCK = 32
 PANEL = 16
@@ -113,9 +115,10 @@ class _Shape(ctypes.Structure):
             (name, ctypes.c_int32)
             for name in ("vocab", "hidden", "layers", "heads", "kv_heads", "head_dim", "ffn", "context")
         ),
-        *((name, ctypes.c_int32) for name in ("blocks", "threads", "precise", "qk_norm")),
+        *((name, ctypes.c_int32) for name in ("blocks", "threads", "precise", "qk_norm", "window", "kv")),
         ("eps", ctypes.c_float),
         ("theta", ctypes.c_float),
+        ("rope_factors", ctypes.c_void_p),  # read while the model is made
     )
 
 
@@ -145,8 +148,11 @@ class KernelShape:
     theta: float
     blocks: int
     threads: int
+    rope_factors: tuple[float, ...] = ()  # as in ModelConfig
+    window: int = 0
     precise: bool = False
     qk_norm: bool = False
+    kv: KvType = KvType.FLOAT16
 
     def misfit(self) -> str | None:
         """Why the kernels cannot run such a model; None: they can."""
@@ -191,6 +197,8 @@ class KernelModel:
         self.shape = shape
         self._library = _load(variant.library)
         fields = {name: getattr(shape, name) for name, *_ in _Shape._fields_}
+        factors = np.array(shape.rope_factors, np.float64)
+        fields |= {"kv": _KV_TYPES.index(shape.kv), "rope_factors": factors.ctypes.data if factors.size else None}
         self._model: int | None = self._library.chorus_create(ctypes.byref(_Shape(**fields)))
         if not self._model:
             raise EngineError("the native kernels found no memory for the model's KV blocks: give it fewer")

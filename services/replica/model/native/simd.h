@@ -201,6 +201,41 @@ static ALWAYS void store_half(half* p, vf v) {
 #endif
 }
 
+// bfloat16: the upper half of a float, rounded to nearest even.
+static ALWAYS vf load_bfloat(const uint16_t* p) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i*)p)), 16);
+#elif defined(__AVX2__)
+  return {(reg)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p)), 16),
+          (reg)_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)(p + 8))), 16)};
+#else
+  uint32_t bits[LANES];
+  for (int i = 0; i < LANES; i++) bits[i] = uint32_t(p[i]) << 16;
+  vf v;
+  std::memcpy(&v, bits, sizeof v);
+  return v;
+#endif
+}
+
+static ALWAYS void store_bfloat(uint16_t* p, vf v) {
+  uint32_t bits[LANES];
+  std::memcpy(bits, &v, sizeof bits);
+  for (int i = 0; i < LANES; i++) p[i] = uint16_t((bits[i] + 0x7fff + (bits[i] >> 16 & 1)) >> 16);
+}
+
+static ALWAYS vf load_bytes(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)));
+#elif defined(__AVX2__)
+  return {(reg)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p))),
+          (reg)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)(p + 8))))};
+#else
+  float f[LANES];
+  for (int i = 0; i < LANES; i++) f[i] = p[i];
+  return load(f);
+#endif
+}
+
 // Sixteen numbers of -127..127 as bytes.
 static ALWAYS void store_bytes(int8_t* p, vi v) {
 #if defined(__AVX512F__)
