@@ -30,6 +30,7 @@ pytestmark = pytest.mark.timeout(240)
 TPS = 4.0  # slow enough to meet each phase: a step takes 250 ms, prefill is the first of them
 ROOM = 24  # sequences a replica runs at once
 TOKENS = 8  # of each reply
+TOKENS_LEFT = 60  # of one that its client leaves: it is ended long before
 ENVIRONMENT = {"CHORUS_RUNNING_MAX": str(ROOM), "CHORUS_IDLE_END_S": "1.5", "CHORUS_PRESENCE_S": "0.4"}
 
 Log = Sequence[SequencedEntry]
@@ -51,7 +52,7 @@ def text_of(log: Log) -> str:
 
 
 PHASES: dict[str, Callable[[Log], bool]] = {
-    "queued": lambda log: len(log) > 0,  # every place is taken: it cannot be further than this
+    "queued": lambda log: len(log) > 0,  # every place is taken: it waits at a router, or in its replica's short queue
     "prefill": lambda log: len(opens(log)) > 0,
     "first": lambda log: tokens_of(log) >= 1,
     "middle": lambda log: tokens_of(log) >= TOKENS // 2,
@@ -123,6 +124,10 @@ class Reader:
     status: str = ""
     closings: int = 0
 
+    def close(self) -> None:
+        if self.answer is not None:
+            self.answer.close()
+
     async def read(self, at: Desk, body: dict[str, Any], door: str) -> None:
         more = {"streamed": {"stream": True}, "whole": {}, "background": {"background": True}}[door]
         self.answer = await ask(at.gateways[0], "POST", "/v1/responses", at.key, {**body, **more})
@@ -143,14 +148,17 @@ def message(conversation: str, tokens: int = TOKENS) -> dict[str, Any]:
 async def started(at: Desk, case: Case, reader: Reader) -> tuple[str, str, asyncio.Task[None]]:
     """A reply in a conversation of its own: (conversation, reply, the client's task)."""
     conversation = (await at.call(0, "POST", "/v1/conversations", {}))["id"]
-    reading = asyncio.create_task(reader.read(at, message(conversation), case.door))
+    tokens = TOKENS_LEFT if case.cause == "left" else TOKENS
+    reading = asyncio.create_task(reader.read(at, message(conversation, tokens), case.door))
     async with asyncio.timeout(10):
         while (found := (await at.call(1, "GET", f"/v1/conversations/{conversation}"))["head"]) is None:
             await asyncio.sleep(0.01)
     return conversation, found, reading
 
 
-async def act(at: Desk, case: Case, conversation: str, reply_id: str, reading: asyncio.Task[None]) -> None:
+async def act(
+    at: Desk, case: Case, conversation: str, reply_id: str, reader: Reader, reading: asyncio.Task[None]
+) -> None:
     """What ends the reply."""
     if case.cause in {"once", "twice", "elsewhere"}:
         gateways = {"once": [0], "twice": [0, 0], "elsewhere": [1]}[case.cause]
@@ -163,6 +171,7 @@ async def act(at: Desk, case: Case, conversation: str, reply_id: str, reading: a
     else:
         reading.cancel()
         await asyncio.gather(reading, return_exceptions=True)
+        reader.close()
 
 
 async def play(at: Desk, case: Case) -> None:
@@ -171,7 +180,7 @@ async def play(at: Desk, case: Case) -> None:
     try:
         conversation, reply_id, reading = await started(at, case, reader)
         await at.until(reply_id, PHASES[case.phase], f"{case} is in its phase")
-        await act(at, case, conversation, reply_id, reading)
+        await act(at, case, conversation, reply_id, reader, reading)
         if case.cause == "deleted":
             await gone(at, conversation, reply_id)
         else:
@@ -186,8 +195,7 @@ async def play(at: Desk, case: Case) -> None:
         elif case.door == "streamed":
             assert reader.closings == 1
     finally:
-        if reader.answer is not None:
-            reader.answer.close()
+        reader.close()
 
 
 async def ended(at: Desk, case: Case, reply_id: str) -> None:
@@ -202,7 +210,7 @@ async def ended(at: Desk, case: Case, reply_id: str) -> None:
     elif not (natural and case.phase == "last"):  # there the two race, and either is right
         assert end.reason is CAUSES[case.cause]
     if case.phase == "queued":
-        assert not opens(log), "nothing was computed for it"
+        assert not tokens_of(log), "nothing was computed for it"
     stored = await at.call(1, "GET", f"/v1/responses/{reply_id}")
     assert stored["status"] == ("incomplete" if natural else "cancelled")
     assert "".join(part["text"] for item in stored["output"] for part in item["content"]) == text_of(log)
