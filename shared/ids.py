@@ -11,6 +11,7 @@ _CROCKFORD = "0123456789ABCDEFGHJKMNPQRSTVWXYZ"
 _ULID_CHARS = 26
 _REPLY = re.compile(r"^resp_([a-z][a-z0-9]{0,15}?)([0-9a-f]{2})([0-9A-HJKMNP-TV-Z]{26})$")
 _CONVERSATION = re.compile(r"conv_[0-9A-HJKMNP-TV-Z]{26}")
+_ITEM = re.compile(r"msg_[0-9A-Za-z]{26,44}")  # of a message, or a reply's own
 _CHAT_PREFIX = "chatcmpl-"
 ENTROPY_BYTES = 10
 
@@ -70,6 +71,11 @@ def is_conversation_id(said: str) -> bool:
 def item_id(now_ms: int, entropy: bytes) -> str:
     """The id of a stored input item."""
     return "msg_" + ulid(now_ms, entropy)
+
+
+def is_item_id(said: str) -> bool:
+    """Whether `said` (client data) can be the id of an item, a message's or a reply's."""
+    return _ITEM.fullmatch(said) is not None
 
 
 def key_id(now_ms: int, entropy: bytes) -> str:

@@ -252,6 +252,26 @@ class ListItems(Message, frozen=True, kw_only=True):
     branches: bool = False
 
 
+class AddItems(Message, frozen=True, kw_only=True):
+    """Items behind a conversation's head, to which nobody has replied. Answered with ConversationItems: these."""
+
+    principal: Principal
+    request_id: str
+    conversation_id: str
+    items: tuple[InputItem, ...]
+
+
+class ItemRef(Message, frozen=True, kw_only=True):
+    """Names an item of a conversation, on any branch. Answered with ConversationItems that hold it alone; when it is
+    to be deleted, with ConversationView.
+    """
+
+    principal: Principal
+    request_id: str
+    conversation_id: str
+    item_id: str
+
+
 class ConversationItem(msgspec.Struct, frozen=True, kw_only=True):
     """A node of a conversation's tree. `written` by the model, as `reply_id`; a message names the first reply to it."""
 
@@ -455,11 +475,14 @@ class Cancel(Message, frozen=True, kw_only=True):
 
 
 class StepModel(msgspec.Struct, frozen=True, kw_only=True):
-    """Predicted seconds of a step = base + per_token * tokens computed + per_context * context tokens read."""
+    """Predicted seconds of a step = base + per_token * tokens computed + per_attended * pairs of a token computed and
+    one it attends to. `per_context_s` (of tokens read, once for each sequence) is told by earlier versions only.
+    """
 
     base_s: float
     per_token_s: float
     per_context_s: float = 0.0
+    per_attended_s: float = 0.0
 
 
 class ReplicaHealth(Message, frozen=True, kw_only=True):
@@ -675,6 +698,8 @@ Request = (
     | UpdateConversation
     | ListConversations
     | ListItems
+    | AddItems
+    | ItemRef
     | RegenerateReply
     | Dispatch
     | Ask

@@ -11,6 +11,7 @@ from services.conversation.figures import Figures
 from services.conversation.guards import Guards
 from services.conversation.history_cache import HistoryCache
 from services.conversation.input_check import InputCheck
+from services.conversation.item_verbs import ItemVerbs
 from services.conversation.marks import QueuedMarks
 from services.conversation.prompts import load_models
 from services.conversation.queueing import Queueing
@@ -58,6 +59,7 @@ def compose(
         sender=sender,
         verbs=verbs,
         conversations=parts.conversations(sender, verbs),
+        items=parts.items(verbs),
         archive=parts.archive,
         guards=parts.guards(),
         marks=parts.marks,
@@ -151,6 +153,16 @@ class _Parts:
             model=self.models[self.catalog.default.id],
             stop=verbs.stop,
             send=sender.send,
+            cache=self.cache,
+            journal=self.journal,
+        )
+
+    def items(self, verbs: Verbs) -> ItemVerbs:
+        return ItemVerbs(
+            store=self.lines,
+            shards=self.shards,
+            model=self.models[self.catalog.default.id],
+            stop=verbs.stop,
             cache=self.cache,
             journal=self.journal,
         )

@@ -11,15 +11,17 @@ import msgspec
 
 from services.conversation.replies import State
 from services.conversation.rows import (
+    Cause,
     EncodedItem,
     Line,
+    Purge,
     as_json,
     read_accepted,
     read_item,
     read_output,
     read_sampling,
 )
-from services.conversation.store import BATCH_S, Store, insert_items
+from services.conversation.store import BATCH_S, Store, insert_items, note_purge
 from services.conversation.tree import Node, TurnNode
 from shared.limits import CONVERSATION_REPLIES_MAX, CONVERSATIONS_SEARCHED_MAX
 from shared.messages import Accepted, ConversationItem, ConversationView, InputItem, Principal, Sampling
@@ -41,7 +43,7 @@ class Source:
 
 @dataclass(frozen=True)
 class SeedTurn:
-    """Items that a conversation begins with, as a turn that nobody replied to."""
+    """Items that a conversation begins with, or that were put into it, as a turn that nobody replied to."""
 
     accepted: Accepted
     tokenizer: str
@@ -67,7 +69,50 @@ class ConversationStore:
                 view.title,
             )
             if seed is not None:
-                await _insert_seed(conn, view.id, seed)
+                await _insert_items_turn(conn, view.id, seed, None)
+
+    async def add(self, who: Principal, conversation_id: str, turn: SeedTurn, title: str) -> bool:
+        """A turn behind the head, as the new head; False when the conversation is gone. `title`: if it has none yet."""
+        async with self._store.connection() as conn, conn.transaction():
+            row = await conn.fetchrow(
+                "SELECT head_id FROM conversations WHERE id = $1 AND org = $2 AND usr = $3 FOR UPDATE",
+                conversation_id,
+                who.org,
+                who.user,
+            )
+            if row is None:
+                return False
+            await _insert_items_turn(conn, conversation_id, turn, row["head_id"])
+            await conn.execute(
+                "UPDATE conversations SET head_id = $2, version = version + 1, updated_at = to_timestamp($3),"
+                " title = CASE WHEN title = '' THEN $4 ELSE title END WHERE id = $1",
+                conversation_id,
+                turn.accepted.reply_id,
+                turn.accepted.created_s,
+                title,
+            )
+        return True
+
+    async def remove_message(self, who: Principal, conversation_id: str, item_id: str) -> int | None:
+        """An item of a message, from every turn that has it; the epoch since, None when there is none."""
+        async with self._store.connection() as conn, conn.transaction():
+            gone = await conn.fetch(_REMOVE_ITEM, conversation_id, item_id, who.org, who.user)
+            return await _moved_on(conn, conversation_id) if gone else None
+
+    async def remove_reply(
+        self, who: Principal, conversation_id: str, reply_id: str, *, now_s: float, latest_s: float
+    ) -> int | None:
+        """What the model wrote, its log and its ENDED record as their ends are archived; its message stays.
+
+        As `remove_message` otherwise.
+        """
+        async with self._store.connection() as conn, conn.transaction():
+            status = await conn.fetchval(_REMOVE_REPLY, conversation_id, reply_id, who.org, who.user)
+            if status is None:
+                return None
+            await conn.execute("DELETE FROM idempotency WHERE reply_id = $1", reply_id)
+            await note_purge(conn, Purge(reply_id, Cause.DELETED), now_s if status == State.ENDED else latest_s)
+            return await _moved_on(conn, conversation_id)
 
     async def line(self, who: Principal, conversation_id: str) -> Line | None:
         async with self._store.connection() as conn:
@@ -180,13 +225,13 @@ class ConversationStore:
             written = await conn.fetch(_WRITTEN, replies, who.org, who.user)
             said = await conn.fetch(_SAID, replies, who.org, who.user)
         by_reply = {row["id"]: row for row in written}
-        by_place = {(row["reply_id"], row["position"]): row for row in said}
+        by_place = {(row["reply_id"], row["id"]): row for row in said}
         made = []
         for node in shown:
             if node.position is None and node.reply_id in by_reply:
                 made.append(_written(node, by_reply[node.reply_id]))
-            elif node.position is not None and (node.reply_id, node.position) in by_place:
-                made.append(_item(node, read_item(by_place[node.reply_id, node.position])))
+            elif node.position is not None and (node.reply_id, node.item_id) in by_place:
+                made.append(_item(node, read_item(by_place[node.reply_id, node.item_id])))
         return made
 
     async def source(self, who: Principal, conversation_id: str, reply_id: str) -> Source | None:
@@ -244,7 +289,18 @@ SELECT id, status, reason, output, withdrawn, model, accepted FROM replies
  WHERE id = ANY($1) AND org = $2 AND usr = $3
 """
 _SAID = """
-SELECT reply_id, position, id, role, content FROM items WHERE reply_id = ANY($1) AND org = $2 AND usr = $3
+SELECT reply_id, id, role, content FROM items WHERE reply_id = ANY($1) AND org = $2 AND usr = $3
+"""
+_REMOVE_ITEM = """
+WITH gone AS (DELETE FROM items i USING replies r
+               WHERE i.id = $2 AND r.id = i.reply_id AND r.conversation_id = $1 AND r.org = $3 AND r.usr = $4
+              RETURNING i.reply_id, length(i.token_ids) / 4 AS tokens)
+UPDATE replies r SET message_tokens = r.message_tokens - gone.tokens FROM gone WHERE r.id = gone.reply_id RETURNING r.id
+"""
+# Withdrawn, so that an end which is archived later brings no words back.
+_REMOVE_REPLY = """
+UPDATE replies SET kind = 'items', withdrawn = true, output = '[]', token_ids = '', output_tokens = 0
+ WHERE id = $2 AND conversation_id = $1 AND org = $3 AND usr = $4 AND kind = 'reply' RETURNING status
 """
 _DELETE = """
 WITH gone AS (DELETE FROM replies WHERE conversation_id = $1 AND org = $2 AND usr = $3 RETURNING id, status),
@@ -254,6 +310,16 @@ WITH gone AS (DELETE FROM replies WHERE conversation_id = $1 AND org = $2 AND us
                ON CONFLICT (reply_id) DO UPDATE SET cause = 'deleted', due_at = least(purges.due_at, excluded.due_at))
 SELECT id FROM gone
 """
+
+
+async def _moved_on(conn: Connection, conversation_id: str) -> int:
+    """Something that was said is taken back: whoever read it before reads again."""
+    return int(
+        await conn.fetchval(
+            "UPDATE conversations SET epoch = epoch + 1, version = version + 1 WHERE id = $1 RETURNING epoch",
+            conversation_id,
+        )
+    )
 
 
 def _pattern(said: str) -> str:
@@ -294,13 +360,13 @@ def _item(node: Node, item: InputItem) -> ConversationItem:
     )
 
 
-async def _insert_seed(conn: Connection, conversation_id: str, seed: SeedTurn) -> None:
+async def _insert_items_turn(conn: Connection, conversation_id: str, seed: SeedTurn, parent_id: str | None) -> None:
     accepted = seed.accepted
     await conn.execute(
         "INSERT INTO replies (id, kind, org, usr, conversation_id, model, tokenizer, tier, status, created_at,"
-        " deadline_at, ended_at, accepted, sampling, message_tokens, input_tokens)"
+        " deadline_at, ended_at, accepted, sampling, message_tokens, input_tokens, parent_id)"
         " VALUES ($1, 'items', $2, $3, $4, $5, $6, $7, 'ended', to_timestamp($8), to_timestamp($8), to_timestamp($8),"
-        " $9, '{}', $10, $10)",
+        " $9, '{}', $10, $10, $11)",
         accepted.reply_id,
         accepted.org,
         accepted.user,
@@ -311,5 +377,6 @@ async def _insert_seed(conn: Connection, conversation_id: str, seed: SeedTurn) -
         accepted.created_s,
         as_json(accepted),
         sum(len(item.ids) for item in seed.items),
+        parent_id,
     )
     await insert_items(conn, accepted, seed.items)

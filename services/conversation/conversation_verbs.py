@@ -1,4 +1,4 @@
-"""What may be asked about a conversation: create, list, get, update, items, delete, regenerate.
+"""What may be asked about a conversation: create, list, get, update, delete, regenerate.
 
 Foreign and unknown ids have one answer. Deleting reaches everything: what is being written is ended, rows go at once,
 and logs and ENDED records as soon as no router needs them.
@@ -8,34 +8,26 @@ from collections.abc import Awaitable, Callable
 
 import msgspec
 
-from services.conversation.contexts import encode_items
-from services.conversation.conversation_store import ConversationStore, SeedTurn
+from services.conversation.conversation_store import ConversationStore
 from services.conversation.conversations import no_branch, no_conversation
 from services.conversation.history_cache import HistoryCache
+from services.conversation.item_verbs import items_turn, line_of
 from services.conversation.prompts import PromptModel
-from services.conversation.rows import Line
 from services.conversation.shards import Shards
 from services.conversation.titles import title_of
-from services.conversation.tree import Node, nodes, page
 from services.conversation.verbs import PURGE_LATEST_S
 from shared import clock
 from shared.errors import LogGoneError, RefusedError, TokenLogError
-from shared.limits import PAGE_BYTES_MAX, REQUEST_DEADLINE_S, TITLE_GIVEN_CHARS_MAX
+from shared.limits import TITLE_GIVEN_CHARS_MAX
 from shared.messages import (
     ROOT,
-    Accepted,
-    ConversationItem,
-    ConversationItems,
     ConversationPage,
     ConversationRef,
     ConversationView,
     CreateConversation,
     Done,
     ListConversations,
-    ListItems,
-    Principal,
     RegenerateReply,
-    RequestEcho,
     SendMessage,
     Sent,
     UpdateConversation,
@@ -73,25 +65,11 @@ class ConversationVerbs:
             title=_given(order.title, order.metadata) or title_of(order.items),
             metadata=order.metadata,
         )
-        seed = await self._seed(order, now_s) if order.items else None
+        seed = None
+        if order.items:
+            seed = await items_turn(order.principal, order.items, self._model, self._shards.new_reply_id(), now_s)
         await self._store.create(view, order.principal, seed)
         return view
-
-    async def _seed(self, order: CreateConversation, now_s: float) -> SeedTurn:
-        accepted = Accepted(
-            reply_id=self._shards.new_reply_id(),
-            org=order.principal.org,
-            user=order.principal.user,
-            created_s=now_s,
-            model=self._model.card.id,
-            tier=order.principal.tier,
-            budget=0,
-            seed=0,
-            input_tokens=0,
-            deadline_s=REQUEST_DEADLINE_S,
-            echo=RequestEcho(),
-        )
-        return SeedTurn(accepted, self._model.tokenizer_name, await encode_items(order.items, self._model))
 
     async def get(self, ref: ConversationRef) -> ConversationView:
         view = await self._store.view(ref.principal, ref.conversation_id)
@@ -107,7 +85,7 @@ class ConversationVerbs:
 
     async def update(self, order: UpdateConversation) -> ConversationView:
         who, conversation_id = order.principal, order.conversation_id
-        await self._line(who, conversation_id)
+        await line_of(self._store, who, conversation_id)
         if order.head is not None and not await self._store.holds(who, conversation_id, order.head):
             raise no_branch(order.head, "head")
         title = _given(order.title, order.metadata or {})
@@ -118,30 +96,8 @@ class ConversationVerbs:
             ConversationRef(principal=who, request_id=order.request_id, conversation_id=conversation_id)
         )
 
-    async def items(self, order: ListItems) -> ConversationItems:
-        line = await self._line(order.principal, order.conversation_id)
-        every = nodes(await self._store.turns(order.principal, order.conversation_id), line.head_id)
-        found = page(every, after=order.after, limit=order.limit, ascending=order.ascending, branches=order.branches)
-        if found is None:
-            said = f"No item {order.after} was found in this conversation."
-            raise RefusedError(Refusal(kind=RefusalKind.NOT_FOUND, message=said, param="after"))
-        shown = found[: order.limit]
-        items = await self._words(order.principal, shown)
-        return ConversationItems(items=tuple(items), has_more=len(found) > len(shown) or len(items) < len(shown))
-
-    async def _words(self, who: Principal, shown: list[Node]) -> list[ConversationItem]:
-        """As many from the beginning as fit into one answer, at least one."""
-        items: list[ConversationItem] = []
-        size = 0
-        for item in await self._store.words(who, shown):
-            size += len(item.item.text.encode())
-            if items and size > PAGE_BYTES_MAX:
-                break
-            items.append(item)
-        return items
-
     async def delete(self, ref: ConversationRef) -> Done:
-        line = await self._line(ref.principal, ref.conversation_id)
+        line = await line_of(self._store, ref.principal, ref.conversation_id)
         for reply_id in line.in_flight:
             try:
                 await self._stop(reply_id)
@@ -157,7 +113,7 @@ class ConversationVerbs:
 
     async def regenerate(self, order: RegenerateReply) -> Sent:
         """Raises RefusedError: NOT_FOUND, BAD_REQUEST, and whatever a send may be refused for."""
-        line = await self._line(order.principal, order.conversation_id)
+        line = await line_of(self._store, order.principal, order.conversation_id)
         reply_id = order.reply_id or line.head_id
         source = None
         if reply_id is not None:
@@ -165,8 +121,9 @@ class ConversationVerbs:
         if source is None:
             if order.reply_id is not None:
                 raise no_branch(order.reply_id, "response_id")
-            said = "There is no reply in this conversation yet."
-            raise RefusedError(Refusal(kind=RefusalKind.BAD_REQUEST, message=said))
+            raise _bad("This conversation does not end in a reply: name the one to write anew in response_id.")
+        if not source.items:
+            raise _bad("The message of this reply was deleted.")
         asked, echo = source.accepted, source.accepted.echo
         model = order.model or echo.requested_model or asked.model
         return await self._send(
@@ -189,14 +146,12 @@ class ConversationVerbs:
             )
         )
 
-    async def _line(self, who: Principal, conversation_id: str) -> Line:
-        line = await self._store.line(who, conversation_id)
-        if line is None:
-            raise no_conversation(conversation_id)
-        return line
-
 
 def _given(title: str | None, metadata: dict[str, str]) -> str | None:
     """The title that a person set: None when none was, empty when it is to be made again."""
     said = title if title is not None else metadata.get("title")
     return None if said is None else " ".join(said.split())[:TITLE_GIVEN_CHARS_MAX]
+
+
+def _bad(said: str) -> RefusedError:
+    return RefusedError(Refusal(kind=RefusalKind.BAD_REQUEST, message=said))

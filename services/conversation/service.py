@@ -15,6 +15,7 @@ from services.conversation.archive import Archive
 from services.conversation.conversation_verbs import ConversationVerbs
 from services.conversation.figures import Figures
 from services.conversation.guards import Guards
+from services.conversation.item_verbs import ItemVerbs
 from services.conversation.marks import QueuedMarks
 from services.conversation.quotas import OverLimitError
 from services.conversation.sending import Sender
@@ -26,8 +27,10 @@ from shared.bus import Bus, BusMessage, Puller, Subscription
 from shared.errors import BusClosedError, BusError, ConfigError, RefusedError
 from shared.limits import REQUEST_TIMEOUT_S
 from shared.messages import (
+    AddItems,
     ConversationRef,
     CreateConversation,
+    ItemRef,
     KeyLookup,
     ListConversations,
     ListItems,
@@ -90,6 +93,7 @@ class ConversationService:
         sender: Sender,
         verbs: Verbs,
         conversations: ConversationVerbs,
+        items: ItemVerbs,
         archive: Archive,
         guards: Guards,
         marks: QueuedMarks,
@@ -115,7 +119,10 @@ class ConversationService:
             _Verb("conversation_list", decoder(ListConversations).decode, conversations.newest),
             _Verb("conversation_get", decoder(ConversationRef).decode, conversations.get),
             _Verb("conversation_update", decoder(UpdateConversation).decode, conversations.update),
-            _Verb("conversation_items", decoder(ListItems).decode, conversations.items),
+            _Verb("conversation_items", decoder(ListItems).decode, items.page),
+            _Verb("conversation_items_add", decoder(AddItems).decode, items.add),
+            _Verb("conversation_item", decoder(ItemRef).decode, items.get),
+            _Verb("conversation_item_delete", decoder(ItemRef).decode, items.delete),
             _Verb("conversation_delete", decoder(ConversationRef).decode, conversations.delete),
             _Verb("regenerate", decoder(RegenerateReply).decode, conversations.regenerate),
         )

@@ -282,7 +282,7 @@ class Store:
                 )
             archived = gone is not None and gone["status"] == State.ENDED
             await conn.execute("DELETE FROM idempotency WHERE reply_id = $1 AND org = $2 AND usr = $3", *owner)
-            await _note_purge(conn, Purge(reply_id, Cause.DELETED), now_s if archived else latest_s)
+            await note_purge(conn, Purge(reply_id, Cause.DELETED), now_s if archived else latest_s)
         return conversation_id, epoch or 0
 
     async def withdraw(self, reply_id: str, *, now_s: float, latest_s: float) -> tuple[str | None, int]:
@@ -297,7 +297,7 @@ class Store:
             epoch = await conn.fetchval(
                 "UPDATE conversations SET epoch = epoch + 1 WHERE id = $1 RETURNING epoch", conversation_id
             )
-            await _note_purge(conn, Purge(reply_id, Cause.WITHDRAWN), now_s if status == State.ENDED else latest_s)
+            await note_purge(conn, Purge(reply_id, Cause.WITHDRAWN), now_s if status == State.ENDED else latest_s)
         return conversation_id, epoch or 0
 
     async def purges(self, *, now_s: float, most: int) -> list[Purge]:
@@ -469,7 +469,7 @@ async def _archive(conn: Connection, ended: EndedReply) -> Archived:
     return Archived.ALREADY if known else Archived.NO_ROW
 
 
-async def _note_purge(conn: Connection, purge: Purge, due_s: float) -> None:
+async def note_purge(conn: Connection, purge: Purge, due_s: float) -> None:
     """A deletion stands above a withdrawal, and the earlier time counts."""
     await conn.execute(
         "INSERT INTO purges (reply_id, cause, due_at) VALUES ($1, $2, to_timestamp($3))"

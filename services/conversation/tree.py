@@ -51,7 +51,7 @@ def nodes(turns: Sequence[TurnNode], head: str | None) -> list[Node]:
     """Every item once, oldest turn first, a message before the reply to it."""
     path = set(active_path(turns, head))
     shown = {item for turn in turns if turn.reply_id in path for item in turn.item_ids}
-    last = {turn.reply_id: _last_item(turn) for turn in turns}
+    last: dict[str, str | None] = {}  # of each turn: what follows it hangs there
     known: set[str] = set()
     made: list[Node] = []
     for turn in _in_order(turns):
@@ -64,6 +64,8 @@ def nodes(turns: Sequence[TurnNode], head: str | None) -> list[Node]:
         if turn.replied:
             written = output_item_id(turn.reply_id)
             made.append(Node(written, above, turn.reply_id, None, turn.created_s, turn.reply_id in path))
+            above = written
+        last[turn.reply_id] = above  # a turn whose items were deleted adds nothing
     return made
 
 
@@ -82,12 +84,6 @@ def _in_order(turns: Sequence[TurnNode]) -> list[TurnNode]:
             time_s, depth = max(time_s, one.created_s), depth + 1
             keys[one.reply_id] = (time_s, depth)
     return sorted(turns, key=lambda one: (*keys[one.reply_id], one.reply_id))
-
-
-def _last_item(turn: TurnNode) -> str | None:
-    if turn.replied:
-        return output_item_id(turn.reply_id)
-    return turn.item_ids[-1] if turn.item_ids else None
 
 
 def page(every: Sequence[Node], *, after: str | None, limit: int, ascending: bool, branches: bool) -> list[Node] | None:

@@ -11,7 +11,9 @@ from shared.bus import Bus, BusMessage
 from shared.errors import BusError, BusTimeoutError, NoRespondersError, RefusedError
 from shared.limits import CONVERSATION_TRY_S, KEY_LOOKUP_S, PAYLOAD_BYTES_MAX, REQUEST_TIMEOUT_S
 from shared.messages import (
+    AddItems,
     Allowance,
+    ConversationItem,
     ConversationItems,
     ConversationPage,
     ConversationRef,
@@ -20,6 +22,7 @@ from shared.messages import (
     Done,
     InputItem,
     InputItems,
+    ItemRef,
     KeyFound,
     KeyLookup,
     ListConversations,
@@ -91,6 +94,15 @@ class Conversation:
 
     async def conversation_items(self, order: ListItems) -> ConversationItems:
         return await self._ask("conversation_items", order, ConversationItems)
+
+    async def add_items(self, order: AddItems) -> ConversationItems:
+        return await self._ask("conversation_items_add", order, ConversationItems)
+
+    async def get_item(self, ref: ItemRef) -> ConversationItem:
+        return (await self._ask("conversation_item", ref, ConversationItems)).items[0]
+
+    async def delete_item(self, ref: ItemRef) -> ConversationView:
+        return await self._ask("conversation_item_delete", ref, ConversationView)
 
     async def delete_conversation(self, ref: ConversationRef) -> None:
         await self._ask("conversation_delete", ref, Done)

@@ -11,6 +11,7 @@ from services.gateway.conversations_api import (
     deleted_conversation,
     export_head,
     list_object,
+    parse_add,
     parse_create,
     parse_items,
     parse_list,
@@ -18,12 +19,12 @@ from services.gateway.conversations_api import (
     parse_update,
 )
 from services.gateway.doors import Demand, Doors, answer
-from services.gateway.http import REQUEST_ID, idempotency_key, no_conversation
+from services.gateway.http import REQUEST_ID, idempotency_key, no_conversation, no_item
 from services.gateway.openai_api import TOKEN_IDS, check_model
 from shared.catalog import Catalog
-from shared.ids import is_conversation_id
+from shared.ids import is_conversation_id, is_item_id
 from shared.limits import PAGE_MAX
-from shared.messages import ConversationRef, ListItems
+from shared.messages import ConversationRef, ItemRef, ListItems
 
 _json = msgspec.json.Encoder().encode
 
@@ -42,6 +43,9 @@ class ConversationDoors:
         router.add_post(one, door(self.update))
         router.add_delete(one, door(self.delete))
         router.add_get(f"{one}/items", door(self.items))
+        router.add_post(f"{one}/items", door(self.add_items))
+        router.add_get(f"{one}/items/{{item_id}}", door(self.retrieve_item))
+        router.add_delete(f"{one}/items/{{item_id}}", door(self.delete_item))
         router.add_post(f"{one}/regenerate", door(self._doors.limited(self.regenerate)))
         router.add_get(f"{one}/export", door(self.export))
 
@@ -72,6 +76,18 @@ class ConversationDoors:
         order = parse_items(demand.http.query, demand.include, demand.principal, demand.request_id, ref.conversation_id)
         found = await self._conversation.conversation_items(order)
         return answer(list_object([conversation_item(node) for node in found.items], has_more=found.has_more))
+
+    async def add_items(self, demand: Demand) -> web.StreamResponse:
+        ref = _ref(demand)
+        order = parse_add(await demand.body(), demand.principal, demand.request_id, ref.conversation_id)
+        added = await self._conversation.add_items(order)
+        return answer(list_object([conversation_item(node) for node in added.items], has_more=False))
+
+    async def retrieve_item(self, demand: Demand) -> web.StreamResponse:
+        return answer(conversation_item(await self._conversation.get_item(_item_ref(demand))))
+
+    async def delete_item(self, demand: Demand) -> web.StreamResponse:
+        return answer(conversation_object(await self._conversation.delete_item(_item_ref(demand))))
 
     async def regenerate(self, demand: Demand) -> web.StreamResponse:
         ref = _ref(demand)
@@ -134,3 +150,13 @@ def _ref(demand: Demand) -> ConversationRef:
     if not is_conversation_id(conversation_id):
         raise no_conversation(conversation_id)
     return ConversationRef(principal=demand.principal, request_id=demand.request_id, conversation_id=conversation_id)
+
+
+def _item_ref(demand: Demand) -> ItemRef:
+    """The item named in the path; raises RefusedError NOT_FOUND for what cannot be one."""
+    ref, item_id = _ref(demand), demand.http.match_info["item_id"]
+    if not is_item_id(item_id):
+        raise no_item(item_id)
+    return ItemRef(
+        principal=ref.principal, request_id=ref.request_id, conversation_id=ref.conversation_id, item_id=item_id
+    )

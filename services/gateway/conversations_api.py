@@ -4,7 +4,7 @@ docs/api.md is the contract of what stands beyond OpenAI's own.
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -24,9 +24,11 @@ from services.gateway.openai_objects import (
 from shared.ids import is_conversation_id, reply_place
 from shared.limits import CONVERSATION_ITEMS_MAX, PAGE_MAX, SEARCH_CHARS_MAX, TITLE_GIVEN_CHARS_MAX
 from shared.messages import (
+    AddItems,
     ConversationItem,
     ConversationView,
     CreateConversation,
+    InputItem,
     ListConversations,
     ListItems,
     Principal,
@@ -47,6 +49,10 @@ class _Create(msgspec.Struct):
     title: _Title | None = None
 
 
+class _Add(msgspec.Struct):
+    items: Annotated[list[Item], Meta(min_length=1, max_length=CONVERSATION_ITEMS_MAX)]
+
+
 class _Update(msgspec.Struct):
     metadata: Metadata | None = None
     title: _Title | None = None
@@ -62,6 +68,7 @@ class _Regenerate(msgspec.Struct):
 
 
 _create = msgspec.json.Decoder(_Create)
+_add = msgspec.json.Decoder(_Add)
 _update = msgspec.json.Decoder(_Update)
 _regenerate = msgspec.json.Decoder(_Regenerate)
 
@@ -80,8 +87,7 @@ class Regeneration(msgspec.Struct, frozen=True, kw_only=True):
 def parse_create(data: bytes, who: Principal, request_id: str) -> CreateConversation:
     """The body of `POST /v1/conversations`, which may be empty; raises RefusedError naming the field."""
     body = decode(_create, data or b"{}")
-    items = tuple(item_of(item, f"items[{at}]") for at, item in enumerate(body.items or ()))
-    bound_texts([item.text for item in items], "items")
+    items = _items(body.items or ())
     return CreateConversation(
         principal=who,
         request_id=request_id,
@@ -89,6 +95,12 @@ def parse_create(data: bytes, who: Principal, request_id: str) -> CreateConversa
         metadata=_metadata(body.metadata) or {},
         items=items,
     )
+
+
+def parse_add(data: bytes, who: Principal, request_id: str, conversation_id: str) -> AddItems:
+    """The body of `POST /v1/conversations/{id}/items`; raises RefusedError naming the field."""
+    items = _items(decode(_add, data).items)
+    return AddItems(principal=who, request_id=request_id, conversation_id=conversation_id, items=items)
 
 
 def parse_update(data: bytes, who: Principal, request_id: str, conversation_id: str) -> UpdateConversation:
@@ -177,6 +189,12 @@ def _sound(text: str, param: str) -> str:
     except UnicodeEncodeError:
         raise bad_request(f"{param} is not valid text.", param) from None
     return text
+
+
+def _items(said: Sequence[Item]) -> tuple[InputItem, ...]:
+    items = tuple(item_of(item, f"items[{at}]") for at, item in enumerate(said))
+    bound_texts([item.text for item in items], "items")
+    return items
 
 
 def _title(title: str | None) -> str | None:

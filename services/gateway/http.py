@@ -118,6 +118,7 @@ _OF_STATUS = {
     401: ("invalid_request_error", "invalid_api_key"),
     404: ("invalid_request_error", "not_found"),
     405: ("invalid_request_error", "method_not_allowed"),
+    408: ("invalid_request_error", "request_timeout"),
     413: ("invalid_request_error", "request_too_large"),
     415: ("invalid_request_error", "unsupported_encoding"),
     431: ("invalid_request_error", "headers_too_large"),
@@ -155,6 +156,10 @@ def not_found(message: str = "No such reply.", param: str | None = None) -> Refu
 def no_conversation(conversation_id: str, param: str | None = None) -> RefusedError:
     """As conversation says it of one that is unknown or foreign: this cannot even be one."""
     return not_found(f"No conversation {conversation_id[:80]} was found.", param)
+
+
+def no_item(item_id: str) -> RefusedError:
+    return not_found(f"No item {item_id[:80]} was found in this conversation.")
 
 
 def no_branch(reply_id: str, param: str) -> RefusedError:

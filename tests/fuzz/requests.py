@@ -173,6 +173,7 @@ class Fuzzer:
                 ("/v1/chat/completions", _CHAT),
                 ("/v1/conversations", _CONVERSATION),
                 ("/v1/conversations/ID", {**_CONVERSATION, "head": None}),
+                ("/v1/conversations/ID/items", {"items": _CONVERSATION["items"]}),
                 ("/v1/conversations/ID/regenerate", {"response_id": None, "model": None, "stream": False}),
             )
         )
@@ -182,7 +183,13 @@ class Fuzzer:
         path = self._random.choice(
             (
                 *("/v1/responses/ID", "/v1/responses/ID/input_items", "/v1/responses/ID/cancel", "/v1/conversations"),
-                *("/v1/conversations/ID", "/v1/conversations/ID/items", "/v1/conversations/ID/export", "/v1/models/ID"),
+                *(
+                    "/v1/conversations/ID",
+                    "/v1/conversations/ID/items",
+                    "/v1/conversations/ID/items/ID",
+                    "/v1/conversations/ID/export",
+                    "/v1/models/ID",
+                ),
             )
         )
         request = Request("POST" if path.endswith("cancel") else "GET", self._place(path))

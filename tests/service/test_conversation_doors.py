@@ -33,7 +33,7 @@ async def get(client: aiohttp.ClientSession, path: str, **query: Any) -> Any:
 
 
 async def test_the_official_client_keeps_a_conversation(whole: Whole) -> None:
-    """openai-python creates, reads, updates, continues, lists the items of and deletes a conversation, unchanged."""
+    """openai-python creates, reads, updates, continues and deletes a conversation and its items, unchanged."""
     client = openai.AsyncOpenAI(base_url=f"{whole.url}/v1", api_key=await whole.key())
     async with client:
         made = await client.conversations.create(
@@ -45,6 +45,12 @@ async def test_the_official_client_keeps_a_conversation(whole: Whole) -> None:
         assert (reply.output_text, reply.conversation.id) == ("Hello there", made.id)
         items = [item async for item in client.conversations.items.list(made.id, limit=2, order="asc")]
         assert [item.content[0].text for item in items] == ["Hello!", "and you?", "Hello there"]
+        more = await client.conversations.items.create(made.id, items=[{"role": "user", "content": "by the way"}])
+        kept = await client.conversations.items.retrieve(more.data[0].id, conversation_id=made.id)
+        assert (kept.role, kept.content[0].text) == ("user", "by the way")
+        assert (await client.conversations.items.delete(kept.id, conversation_id=made.id)).id == made.id
+        with pytest.raises(openai.NotFoundError):
+            await client.conversations.items.retrieve(kept.id, conversation_id=made.id)
         assert (await client.conversations.update(made.id, metadata={"topic": "x"})).metadata == {"topic": "x"}
         assert (await client.conversations.retrieve(made.id)).id == made.id
         assert (await client.conversations.delete(made.id)).deleted
@@ -55,11 +61,11 @@ async def test_the_official_client_keeps_a_conversation(whole: Whole) -> None:
 async def stored_items(
     client: aiohttp.ClientSession, conversation: str, count: int, **query: str
 ) -> list[dict[str, Any]]:
-    """The conversation's items once the archive has the last reply too: it follows a stream's end, it does not lead it."""
+    """The conversation's items once the archive has every active reply: it follows a stream's end, it does not lead it."""
     async with asyncio.timeout(20):
         while True:
             items = (await get(client, f"/v1/conversations/{conversation}/items", **query))["data"]
-            if len(items) == count and items[-1].get("end_reason", "") is not None:
+            if len(items) == count and all(one.get("end_reason", "") is not None for one in items if one["active"]):
                 return items
             await asyncio.sleep(0.02)
 
@@ -146,9 +152,16 @@ async def test_foreign_and_unknown_are_one_answer_on_every_door(whole: Whole) ->
         "chatcmpl-x",
         "resp_elsewhere00" + unknown_reply()[-26:],
     ]
+    items = [one["id"] for export in before for one in export["items"]]
+    items += [clock.new_item_id(), "msg_x", "msg_%00", "msg_" + "I" * 26, "msg_" + unknown_reply()[5:]]
+    doors = (
+        (replies, _doors_of_replies(mine)),
+        (conversations, _doors_of_conversations()),
+        (items, _doors_of_items(mine)),
+    )
     tried = 0
-    for ids in (replies, conversations):
-        for method, path, body in _doors_of(mine, ids is replies):
+    for ids, known in doors:
+        for method, path, body in known:
             answers = set()
             for one in ids:
                 sent = None if body is None else {key: _named(value, one) for key, value in body.items()}
@@ -158,7 +171,7 @@ async def test_foreign_and_unknown_are_one_answer_on_every_door(whole: Whole) ->
                     tried += 1
             assert len(answers) == 1, (method, path, answers)
             assert next(iter(answers))[0] == 404, (method, path, answers)
-    assert tried >= 200
+    assert tried >= 250
     assert [await get(owner, f"/v1/conversations/{one['conversation']['id']}/export") for one in before] == before
     assert len((await get(other, "/v1/conversations"))["data"]) == 1
 
@@ -188,26 +201,39 @@ def _named(value: Any, one: str) -> Any:
     return one.replace("%00", "\0") if value == "ID" else value
 
 
-def _doors_of(mine: str, of_replies: bool) -> list[tuple[str, str, dict[str, Any] | None]]:
-    if of_replies:
-        return [
-            ("GET", "/v1/responses/ID", None),
-            ("GET", "/v1/responses/ID?stream=true&starting_after=3", None),
-            ("DELETE", "/v1/responses/ID", None),
-            ("POST", "/v1/responses/ID/cancel", {}),
-            ("GET", "/v1/responses/ID/input_items", None),
-            ("POST", "/v1/responses", {"input": "x", "previous_response_id": "ID"}),
-            ("POST", "/v1/responses", {"input": "x", "conversation": mine, "branch_from": "ID"}),
-            ("POST", f"/v1/conversations/{mine}", {"head": "ID"}),
-            ("POST", f"/v1/conversations/{mine}/regenerate", {"response_id": "ID"}),
-        ]
-    one = "/v1/conversations/ID"
+_Door = tuple[str, str, dict[str, Any] | None]
+
+
+def _doors_of_replies(mine: str) -> list[_Door]:
+    return [
+        ("GET", "/v1/responses/ID", None),
+        ("GET", "/v1/responses/ID?stream=true&starting_after=3", None),
+        ("DELETE", "/v1/responses/ID", None),
+        ("POST", "/v1/responses/ID/cancel", {}),
+        ("GET", "/v1/responses/ID/input_items", None),
+        ("POST", "/v1/responses", {"input": "x", "previous_response_id": "ID"}),
+        ("POST", "/v1/responses", {"input": "x", "conversation": mine, "branch_from": "ID"}),
+        ("POST", f"/v1/conversations/{mine}", {"head": "ID"}),
+        ("POST", f"/v1/conversations/{mine}/regenerate", {"response_id": "ID"}),
+    ]
+
+
+def _doors_of_items(mine: str) -> list[_Door]:
+    one = f"/v1/conversations/{mine}/items"
+    return [("GET", f"{one}/ID", None), ("DELETE", f"{one}/ID", None), ("GET", f"{one}?after=ID", None)]
+
+
+def _doors_of_conversations() -> list[_Door]:
+    one, item = "/v1/conversations/ID", {"role": "user", "content": "x"}
     listed = [("GET", f"{one}/items", None), ("GET", f"{one}/items?include=branches&limit=3&order=asc", None)]
     return [
         *listed,
         ("GET", one, None),
         ("POST", one, {"title": "mine", "metadata": {}}),
         ("DELETE", one, None),
+        ("POST", f"{one}/items", {"items": [item]}),
+        ("GET", f"{one}/items/{clock.new_item_id()}", None),
+        ("DELETE", f"{one}/items/{clock.new_item_id()}", None),
         ("GET", f"{one}/export", None),
         ("POST", f"{one}/regenerate", {}),
         ("POST", f"{one}/regenerate", {"stream": True}),
@@ -238,7 +264,7 @@ async def test_five_presses_over_http_are_five_branches(whole: Whole) -> None:
     streams = [press.result() for press in presses]
     assert sum('"reason":"superseded"' in stream for stream in streams) == 4
     assert sum("response.completed" in stream for stream in streams) == 1
-    items = (await get(client, f"/v1/conversations/{conversation}/items", include="branches"))["data"]
+    items = await stored_items(client, conversation, 7, include="branches", order="asc")
     written = [one for one in items if one["role"] == "assistant"]
     assert len(written) == 6
     assert [one["end_reason"] for one in written if one["active"]] == ["stop_token"]
@@ -255,6 +281,12 @@ async def test_five_presses_over_http_are_five_branches(whole: Whole) -> None:
         ("/v1/conversations", {"title": "a\0b"}),
         ("/v1/conversations", []),
         ("/v1/conversations/ID", {"head": 7}),
+        ("/v1/conversations/ID/items", {}),
+        ("/v1/conversations/ID/items", {"items": []}),
+        ("/v1/conversations/ID/items", {"items": [{"role": "user", "content": "x"}] * 21}),
+        ("/v1/conversations/ID/items", {"items": [{"role": "user", "content": "x"}, {"role": "user"}]}),
+        ("/v1/conversations/ID/items", {"items": [{"role": "user", "content": "a\0b"}]}),
+        ("/v1/conversations/ID/items", {"items": [{"type": "reasoning", "summary": []}]}),
         ("/v1/conversations/ID/regenerate", {"stream": "yes"}),
         ("/v1/conversations/ID/regenerate", {}),
         ("/v1/conversations/ID/items?limit=0", None),
@@ -272,3 +304,4 @@ async def test_what_makes_no_sense_is_said_so(whole: Whole, path: str, body: Any
     async with client.request("GET" if body is None else "POST", path, json=body) as answer:
         assert (answer.status, (await said(answer))["error"]["type"]) == (400, "invalid_request_error")
     assert len((await get(client, "/v1/conversations"))["data"]) == 1
+    assert (await get(client, f"/v1/conversations/{conversation}/items"))["data"] == []
