@@ -228,6 +228,7 @@ GGUF_KEYS_MAX = 4096
 GGUF_TENSORS_MAX = 16_384
 GGUF_ARRAY_MAX = 2_000_000  # a vocabulary, its scores or its merges
 SAFETENSORS_HEADER_BYTES_MAX = 100 * MIB  # what the format allows
+VOCABULARY_MAX = 1_000_000  # tokens
 MODEL_SHARDS_MAX = 1024  # files of one model
 MODEL_JSON_BYTES_MAX = 64 * MIB  # a vocabulary of 250,000 tokens takes 20
 

@@ -25,16 +25,29 @@ from services.gateway.http import (
 from services.gateway.page import add_page
 from shared import clock
 from shared.errors import BusError, ConfigError, RefusedError
-from shared.limits import BODY_BYTES_MAX, CONNECTIONS_MAX, HEAD_READ_S, HEADER_BYTES_MAX
+from shared.limits import (
+    BODY_BYTES_MAX,
+    CONNECTIONS_MAX,
+    HEAD_READ_S,
+    HEADER_BYTES_MAX,
+    KEEP_ALIVE_S,
+    LINGER_S,
+    WRITE_STUCK_S,
+)
 from shared.service import HealthDoors
 from shared.telemetry import Log
 
 _SENTENCES = {
     404: "There is nothing at this address.",
     405: "This address does not take that method.",
+    408: f"The request was not said to its end within {HEAD_READ_S:g} s.",
     413: f"The body is larger than {BODY_BYTES_MAX} bytes.",
     431: f"The headers are larger than {HEADER_BYTES_MAX} bytes.",
 }
+_RAW_408 = (
+    b"HTTP/1.1 408 Request Timeout\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    b"x-request-id: req_%b\r\n\r\n%b"
+)
 _OTHER_FILES = 128  # descriptors that are no client's
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _json = msgspec.json.Encoder().encode
@@ -75,6 +88,9 @@ def _envelope(draining: Draining, log: Log) -> Middleware:
             response = await handler(request)
         except Exception as error:  # noqa: BLE001 - every kind has its answer; what has none is logged, a 500
             response = _answer_to(error, log.bind(request_id=request_id, path=request.path))
+        finally:
+            if isinstance(request.protocol, _Protocol):
+                request.protocol.answered()
         if not response.prepared:
             response.headers[REQUEST_ID] = request_id
             if draining.on:
@@ -145,12 +161,20 @@ def _room_for_connections() -> int:
 
 
 class _Protocol(web.RequestHandler):
-    """One connection: counted, not waited for without an end, and answered in one shape even when it makes no sense."""
+    """One connection: counted, not waited for without an end, and answered in one shape even when it makes no sense.
+
+    made ──nothing said──> closed        ┌──────────── KEEP_ALIVE_S ──> closed
+      └─first byte─> head ──heard──> asked ──answered──> idle ──first byte─> head
+                      └ HEAD_READ_S ─> 408   └ full buffer for WRITE_STUCK_S ─> dropped
+    """
 
     def __init__(self, manager: web.Server, connections: _Connections, **options: Any) -> None:
         super().__init__(manager, **options)
         self._connections = connections
-        self._patience: asyncio.TimerHandle | None = None
+        self._asked = False  # a request is being answered
+        self._begun = False  # and if not: something was said
+        self._patience: asyncio.TimerHandle | None = None  # with its head
+        self._stuck: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -158,18 +182,57 @@ class _Protocol(web.RequestHandler):
         if self._connections.count > self._connections.most:
             self.force_close()
         else:
-            self._patience = asyncio.get_running_loop().call_later(HEAD_READ_S, self.force_close)
+            self._be_patient()
 
     def connection_lost(self, exc: BaseException | None) -> None:
         self._connections.count -= 1
-        self.heard()
+        for timer in (self._patience, self._stuck):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
 
+    def data_received(self, data: bytes) -> None:
+        if not self._asked:
+            self._begun = True
+            if self._patience is None:
+                self._be_patient()
+        super().data_received(data)
+
     def heard(self) -> None:
-        """The first request is here."""
+        """A request's head is here."""
+        self._asked = True
         if self._patience is not None:
             self._patience.cancel()
             self._patience = None
+
+    def answered(self) -> None:
+        """What comes from now on is the next request."""
+        self._asked = self._begun = False
+
+    def _be_patient(self) -> None:
+        self._patience = asyncio.get_running_loop().call_later(HEAD_READ_S, self._give_up)
+
+    def _give_up(self) -> None:
+        """Silence is closed without a word: browsers connect ahead, and would take one for the answer to come."""
+        self._patience = None
+        if self._begun and self.transport is not None:
+            problem = problem_of_status(408, _SENTENCES[408])
+            self.transport.write(_RAW_408 % (clock.random_token().encode(), _json(problem.body)))
+        self.force_close()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stuck = asyncio.get_running_loop().call_later(WRITE_STUCK_S, self._drop)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._stuck is not None:
+            self._stuck.cancel()
+            self._stuck = None
+
+    def _drop(self) -> None:
+        if self.transport is not None:
+            self.transport.abort()
 
     def handle_error(
         self,
@@ -206,6 +269,8 @@ async def listen(stack: AsyncExitStack, app: web.Application, host: str, port: i
         "access_log": None,  # one `stream_closed` line says more
         "max_line_size": HEADER_BYTES_MAX,
         "max_field_size": HEADER_BYTES_MAX,
+        "keepalive_timeout": KEEP_ALIVE_S,
+        "lingering_time": LINGER_S,
         "auto_decompress": False,  # a body that is not plain is refused as it is
     }
 

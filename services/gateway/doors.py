@@ -72,7 +72,7 @@ class Demand:
             async with asyncio.timeout(BODY_READ_S):
                 return await self.http.read()
         except TimeoutError:
-            raise ProblemError(problem_of_status(408, "The body did not come in time.")) from None
+            raise ProblemError(problem_of_status(408, f"The body did not come within {BODY_READ_S:g} s.")) from None
 
     @property
     def headers(self) -> CIMultiDictProxy[str]:

@@ -8,7 +8,7 @@ import aiohttp
 import openai
 import pytest
 
-from services.gateway import app, doors
+from services.gateway import app
 from services.gateway.events import terminal_event
 from shared.ids import chat_id
 from shared.limits import BODY_BYTES_MAX
@@ -310,25 +310,6 @@ async def test_a_stranger_is_turned_away_before_the_body_is_waited_for(world):
     async with asyncio.timeout(5):
         assert (await reader.readline()).split(b" ")[1] == b"401"
     writer.close()
-
-
-async def test_what_never_comes_is_not_waited_for(world, monkeypatch):
-    """A body that stays away is a 408; a connection that asks nothing is closed."""
-    monkeypatch.setattr(doors, "BODY_READ_S", 0.1)
-    monkeypatch.setattr(app, "HEAD_READ_S", 0.1)
-    port = int(world.url.rsplit(":", 1)[1])
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    head = f"POST /v1/responses HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 9\r\n\r\n"
-    writer.write(head.encode())
-    async with asyncio.timeout(5):
-        assert (await reader.readline()).split(b" ")[1] == b"408"
-    writer.close()
-    for first_bytes in (b"", b"GET /healthz HT"):
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(first_bytes)
-        async with asyncio.timeout(5):
-            assert await reader.read() == b""
-        writer.close()
 
 
 async def test_connections_past_the_bound_are_closed_as_they_come(monkeypatch):
