@@ -18,7 +18,7 @@ from services.conversation.rows import EncodedItem, Turn
 from services.conversation.store import Store
 from services.conversation.template import TemplateError
 from shared import clock
-from shared.errors import LogGoneError, RefusedError
+from shared.errors import LogGoneError, RefusedError, TokenLogError
 from shared.log_store import LogStore
 from shared.messages import InputItem, SendMessage
 from shared.outcomes import EndReason, Refusal, RefusalKind
@@ -36,7 +36,9 @@ class MessageContext:
     items: Sequence[EncodedItem]
     budget: int  # most output tokens
     turns_dropped: int
+    running: bool = False  # a turn of its history is still being written: read again once that has ended
     line_version: int = 0  # of its conversation
+    in_flight: Sequence[str] = ()  # there
     history: HistoryName | None = None  # the same history for another model
 
 
@@ -45,9 +47,16 @@ class Contexts:
         self._store, self._logs, self._cache = store, logs, cache
 
     async def of(
-        self, message: SendMessage, model: PromptModel, parent_id: str | None, name: HistoryName | None = None
+        self,
+        message: SendMessage,
+        model: PromptModel,
+        parent_id: str | None,
+        name: HistoryName | None = None,
+        *,
+        wait: bool = True,
     ) -> MessageContext:
-        """`parent_id` is the last turn of its history, `name` the history's in the cache.
+        """`parent_id` is the last turn of its history, `name` the history's in the cache. `wait`: for the end of a turn
+        that is still being written; else it counts as far as it is.
 
         Raises RefusedError: NOT_FOUND, PROMPT_TOO_LONG, BAD_REQUEST.
         """
@@ -55,7 +64,7 @@ class Contexts:
         room = budget(card.context_tokens, card.output_tokens_max, echo.max_output_tokens)
         items = await encode_items(message.items, model)
         instructions = [] if echo.instructions is None else [Piece("system", await model.encode(echo.instructions))]
-        turns = await self._turns(message, parent_id, room.history_max, name)
+        turns = await self._turns(message, parent_id, room.history_max, name, wait=wait)
         history = [await turn_pieces(turn, model) for turn in turns]
         try:
             context = assemble(
@@ -76,10 +85,12 @@ class Contexts:
                     param="input",
                 )
             ) from None
-        return MessageContext(parent_id, context.ids, items, room.output(len(context.ids)), context.turns_dropped)
+        running = any(turn.state is not State.ENDED for turn in turns)
+        most = room.output(len(context.ids))
+        return MessageContext(parent_id, context.ids, items, most, context.turns_dropped, running)
 
     async def _turns(
-        self, message: SendMessage, last_id: str | None, tokens_max: int, name: HistoryName | None
+        self, message: SendMessage, last_id: str | None, tokens_max: int, name: HistoryName | None, *, wait: bool
     ) -> list[Turn]:
         if last_id is None:
             return []
@@ -101,21 +112,38 @@ class Contexts:
                     param="previous_response_id",
                 )
             )
-        settled = [turn if turn.state is State.ENDED else await self._settled(turn) for turn in turns]
-        if name is not None:
-            await self._cache.remember(name, last_id, tokens_max, settled)
-        return settled
+        read = self._settled if wait else self._as_it_is
+        every = [turn if turn.state is State.ENDED else await read(turn) for turn in turns]
+        if name is not None and all(turn.state is State.ENDED for turn in every):
+            await self._cache.remember(name, last_id, tokens_max, every)
+        return every
+
+    async def _so_far(self, turn: Turn) -> Turn:
+        """A turn whose end has not been archived, from its log, ended or not; raises LogGoneError."""
+        try:
+            view = await self._logs.read(turn.reply_id)
+        except TokenLogError:  # stored a moment ago: nothing is written yet
+            return turn
+        read = replace(turn, text=view.text, ids=list(view.ids))
+        return read if view.ended is None else replace(read, state=State.ENDED, reason=view.ended.reason)
+
+    async def _as_it_is(self, turn: Turn) -> Turn:
+        """The same, and a turn whose log is gone as its row has it."""
+        try:
+            return await self._so_far(turn)
+        except LogGoneError:
+            return turn
 
     async def _settled(self, turn: Turn) -> Turn:
-        """A turn whose end has not been archived, from its log: the text before `end` is the reply."""
+        """The same once it has ended: the text before `end` is the reply."""
         give_up_s = clock.now_s() + SETTLE_S
         while True:
             try:
-                view = await self._logs.read(turn.reply_id)
+                read = await self._so_far(turn)
             except LogGoneError:
                 break
-            if view.ended is not None:
-                return replace(turn, state=State.ENDED, reason=view.ended.reason, text=view.text, ids=list(view.ids))
+            if read.state is State.ENDED:
+                return read
             if clock.now_s() >= give_up_s:
                 break
             await asyncio.sleep(SETTLE_POLL_S)

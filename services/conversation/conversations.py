@@ -1,10 +1,12 @@
 """Where a message of a conversation stands: behind the head, or where it branches off; what is being written is ended.
 
-One reply is in flight per conversation. A send reads the conversation's version, ends what is in flight, and begins
-only if the version is still the same: of two at once one begins, and the other reads again and ends that one.
+One reply is in flight per conversation. A send reads the conversation's version; once nothing speaks against it any
+more it ends what is in flight, and begins only if the version is still the same: of two at once one begins, and the
+other reads again and ends that one.
 """
 
 import asyncio
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from services.conversation.conversation_store import ConversationStore
@@ -28,11 +30,14 @@ _POLL_S = 0.02
 
 
 class Place(NamedTuple):
-    """The turn before (None: the message begins the conversation), and the conversation's version then."""
+    """The turn before (None: the message begins the conversation), the conversation's version then, and its replies
+    that are not known to have ended.
+    """
 
     parent_id: str | None
     version: int
     epoch: int
+    in_flight: Sequence[str] = ()
 
 
 class Conversations:
@@ -45,7 +50,7 @@ class Conversations:
         self._store, self._logs, self._bus, self._journal = store, logs, bus, journal
 
     async def place(self, message: SendMessage) -> Place:
-        """What the message follows, all of its conversation ended; raises RefusedError: NOT_FOUND, BAD_REQUEST."""
+        """What the message follows; raises RefusedError: NOT_FOUND, BAD_REQUEST."""
         conversation_id = message.echo.conversation_id or ""
         if not message.echo.store:
             raise _bad("A reply in a conversation is stored: leave `store` out, or leave `conversation` out.", "store")
@@ -61,11 +66,9 @@ class Conversations:
             parent_id = None if message.branch_from == ROOT else message.branch_from
             if parent_id and not await self._store.holds(message.principal, conversation_id, parent_id):
                 raise no_branch(parent_id)
-        for reply_id in line.in_flight:
-            await self._supersede(reply_id)
-        return Place(parent_id, line.version, line.epoch)
+        return Place(parent_id, line.version, line.epoch, line.in_flight)
 
-    async def _supersede(self, reply_id: str) -> None:
+    async def supersede(self, reply_id: str) -> None:
         """End it; its text so far is the turn. One that was stored a moment ago gets its log in a moment."""
         end = End(reason=EndReason.SUPERSEDED, by=self._name, ended_s=clock.wall_s())
         give_up_s = clock.now_s() + _END_S

@@ -1,9 +1,9 @@
 """The way of one message: from `SendMessage` to a request in its lane, or to a refusal that says why.
 
-idempotency key ─known─> attach                                  rows, key and outbox in one transaction
-      │ new                                                       │
-      └─> model ─> input check │ context (side by side) ─> [quota] ─> begin ─> accepted, lane ─> answer
-                                                                  └ full ─> ended honestly, the key free again
+idempotency key ─known─> attach                            rows, key and outbox in one transaction
+      │ new                                                                  │
+      └─> model ─> input check │ context ─> [quota] ─> [supersede] ─> begin ─┴> accepted, lane ─> answer
+                                                                                  └ full ─> ended honestly, key free
 """
 
 import asyncio
@@ -81,13 +81,12 @@ class Sender:
 
     async def send(self, message: SendMessage) -> Sent:
         """The reply being written; raises RefusedError, StoreAwayError, BusError."""
+        attached = await self._attach(message, await self._claim(message))
+        return attached or await self._start(message)
+
+    async def _claim(self, message: SendMessage) -> Claim | None:
         key = message.idempotency_key
-        claim = None if key is None else await self._store.claim_of(message.principal, key)
-        if claim is not None:
-            attached = await self._attach(message, claim)
-            if attached is not None:
-                return attached
-        return await self._start(message)
+        return None if key is None else await self._store.claim_of(message.principal, key)
 
     # --- an earlier send with the same key -----------------------------------------------------------------
 
@@ -150,8 +149,15 @@ class Sender:
         )
         accepted = self._accepted(offer)
         try:
-            request = self._request(offer, accepted)
-            claim = await self._begin(offer, subject, request) if reply_id is None else None
+            request, claim = self._request(offer, accepted), None
+            if offer.context.in_flight:
+                claim = await self._claim(message)  # what is in flight may be of a send with the same key
+                if claim is None:
+                    offer = await self._superseding(offer)
+                    accepted = self._accepted(offer)
+                    request = self._request(offer, accepted)
+            if claim is None and reply_id is None:
+                claim = await self._begin(offer, subject, request)
         except MovedOnError:
             await self._quotas.release(accepted)
             return await self._start(message)
@@ -178,9 +184,10 @@ class Sender:
             message = _answered_by(mini, offer.message, over)
             try:
                 before = offer.context
-                context = await self._contexts.of(message, mini, before.parent_id, before.history)
-                context = dataclasses.replace(context, line_version=before.line_version, history=before.history)
-                smaller = offer._replace(message=message, model=mini, context=context)
+                context = await self._contexts.of(
+                    message, mini, before.parent_id, before.history, wait=not before.in_flight
+                )
+                smaller = offer._replace(message=message, model=mini, context=_placed(context, before))
                 allowance = await self._reserve(smaller)
             except RefusedError:
                 raise over from None
@@ -193,7 +200,9 @@ class Sender:
         return await self._quotas.reserve(offer.message.principal, offer.model.card, offer.lane, offer.reply_id, amount)
 
     async def _checked_context(self, message: SendMessage, model: PromptModel) -> MessageContext:
-        """Check and context side by side; but only a message that passed supersedes the reply before it."""
+        """Check and context side by side; in a conversation one after the other, as of now: a reply that is being
+        written there goes on until nothing speaks against the message any more.
+        """
         if message.echo.conversation_id is None:
             parent_id = message.echo.previous_response_id
             check, context = self._check.ask(message), self._contexts.of(message, model, parent_id)
@@ -201,8 +210,20 @@ class Sender:
         await self._check.ask(message)
         place = await self._conversations.place(message)
         history = name_of(message.principal, message.echo.conversation_id, place.epoch)
-        behind = await self._contexts.of(message, model, place.parent_id, history)
-        return dataclasses.replace(behind, line_version=place.version, history=history)
+        behind = await self._contexts.of(message, model, place.parent_id, history, wait=not place.in_flight)
+        return dataclasses.replace(behind, line_version=place.version, in_flight=place.in_flight, history=history)
+
+    async def _superseding(self, offer: "_Offer") -> "_Offer":
+        """Once nothing else of its conversation is being written. What was written since the tokens were reserved is in
+        the context, and not in the reservation.
+        """
+        before = offer.context
+        for reply_id in before.in_flight:
+            await self._conversations.supersede(reply_id)
+        if not before.running:
+            return offer
+        context = await self._contexts.of(offer.message, offer.model, before.parent_id, before.history)
+        return offer._replace(context=_placed(context, before))
 
     def _accepted(self, offer: "_Offer") -> Accepted:
         message = offer.message
@@ -296,6 +317,13 @@ class _Offer(NamedTuple):
     context: MessageContext
     lane: Tier
     reply_id: str
+
+
+def _placed(context: MessageContext, before: MessageContext) -> MessageContext:
+    """Where `before` stands."""
+    return dataclasses.replace(
+        context, line_version=before.line_version, in_flight=before.in_flight, history=before.history
+    )
 
 
 def _answered_by(mini: PromptModel, message: SendMessage, over: OverLimitError) -> SendMessage:

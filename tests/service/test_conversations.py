@@ -226,6 +226,17 @@ async def test_five_presses_of_regenerate_cost_one_live_reply(world: World) -> N
     assert [one.reply_id for one in tree if one.active] == [live]
 
 
+async def test_one_message_sent_twice_at_once_does_not_supersede_itself(world: World) -> None:
+    """Under one idempotency key, in one conversation, over two instances: one reply, and it lives."""
+    await world.service("conversation-2")
+    for number in range(5):
+        conversation = (await made(world)).id
+        sends = (world.send("one", conversation_id=conversation, key=f"k{number}") for _ in range(6))
+        (reply,) = {one.reply_id for one in await asyncio.gather(*sends)}
+        assert (await world.logs.read(reply)).ended is None
+        assert [one.reply_id for one in await items(world, conversation) if one.written] == [reply]
+
+
 async def test_a_reply_on_another_branch_is_superseded_too(world: World) -> None:
     """One reply is in flight per conversation, wherever its head has been moved meanwhile."""
     conversation = (await made(world)).id
@@ -244,7 +255,9 @@ async def test_pages_of_items_neither_repeat_nor_leave_out(world: World) -> None
     conversation = (await made(world)).id
     for number in range(3):
         await turn(world, conversation, f"m{number}", f"r{number}")
-    await world.write((await again(world, conversation)).reply_id, ["other"])
+    other = (await again(world, conversation)).reply_id
+    await world.write(other, ["other"])
+    await world.archived(other)
     for branches in (True, False):
         for ascending in (True, False):
             whole = await items(world, conversation, branches=branches, ascending=ascending)

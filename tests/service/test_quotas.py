@@ -7,14 +7,15 @@ from typing import Any
 import pytest
 
 from services.conversation.quota_store import BucketName, QuotaStore
+from services.conversation.quotas import Quotas
 from shared.limits import MINI_TOKENS_FACTOR
-from shared.messages import Sent
+from shared.messages import ConversationRef, CreateConversation, Sent, unpack_ids
 from shared.outcomes import EndReason, RefusalKind
 from shared.quota import Totals
 from shared.settings import Secret
 from shared.tiers import Tier
 from shared.valkey import Valkey
-from tests.service.conversation_world import ANN, BOB, World, a_world, ref, until
+from tests.service.conversation_world import ANN, BOB, STUB, World, a_world, ref, until
 
 BUCKET = BucketName(ANN.org, ANN.user, "stub", Tier.PAID)
 MINI = BUCKET._replace(model="stub-mini")
@@ -184,3 +185,45 @@ async def test_without_valkey_nobody_is_metered_and_nothing_fails(world: World) 
     assert count("chorus_conversation_valkey_away") == 1
     notes = [entry.data for entry in world.server.stream("local_JOURNAL").entries.values()]
     assert sum(b"valkey_away" in note for note in notes) == 1
+
+
+async def test_a_refused_message_leaves_the_running_reply_alone(world: World, valkey_url: str) -> None:
+    """Past its user's limit a message ends nothing in its conversation; within it the newest is the one in flight."""
+    await world.service(**asking(60, valkey_url))
+    made = await world.ask("conversation_create", CreateConversation(principal=ANN, request_id="r"))
+    running = (await world.send("one", conversation_id=made.id, max_output_tokens=24)).reply_id
+    await world.write(running, ["half"], reason=None)
+    while isinstance(await world.send("elsewhere", max_output_tokens=24), Sent):
+        pass  # until the mini model has nothing left either
+    refused = await world.send("two", conversation_id=made.id, max_output_tokens=24)
+    assert refused.refusal.kind is RefusalKind.QUOTA
+    too_long = await world.send("word " * 600, conversation_id=made.id)
+    assert too_long.refusal.kind is RefusalKind.PROMPT_TOO_LONG
+    assert (await world.logs.read(running)).ended is None
+    named = ConversationRef(principal=ANN, request_id="r", conversation_id=made.id)
+    view = await world.ask("conversation_get", named)
+    assert (view.head, view.in_flight) == (running, running)
+
+
+async def test_what_is_written_until_it_is_superseded_is_read(
+    world: World, valkey_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A reply goes on while tokens are reserved for the next message, whose context holds it to its end."""
+    await world.service(**asking(10_000, valkey_url))
+    made = await world.ask("conversation_create", CreateConversation(principal=ANN, request_id="r"))
+    running = (await world.send("one", conversation_id=made.id)).reply_id
+    reserve = Quotas.reserve
+
+    async def while_it_writes(*asked: Any) -> Any:
+        view = await world.logs.read(running)
+        if view.opened is None:
+            await world.write(running, ["late"], reason=None)
+        return await reserve(*asked)
+
+    monkeypatch.setattr(Quotas, "reserve", while_it_writes)
+    sent = await world.send("two", conversation_id=made.id)
+    prompt = STUB.decode(unpack_ids((await world.queued(sent.reply_id)).prompt))
+    assert prompt.index("one") < prompt.index("late") < prompt.index("two")
+    ended = (await world.logs.read(running)).ended
+    assert ended is not None
+    assert ended.reason is EndReason.SUPERSEDED
