@@ -43,7 +43,7 @@ LONG = 1_024
 BATCHES = (1, 8, 32, 64)
 TURNS, TURN_IN, TURN_OUT = 6, 48, 48
 BESIDE = 16
-LONG_BESIDE, LONG_OUT = 4_000, 400  # the decodes must outlast the prompt
+LONG_BESIDE, LONG_OUT = 4_000, 800  # the decodes must outlast the prompt
 LONG_CONTEXT = 4_800
 
 

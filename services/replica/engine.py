@@ -72,7 +72,7 @@ class Engine:
         said = [answer for command in commands if (answer := self._obey(command)) is not None]
         if not said and self.idle:
             return None
-        plan = self._scheduler.plan(self._clock())
+        plan = self._scheduler.plan(self._clock(), self._step_times.model)
         outputs, seconds, predicted_s = self._run(plan) if plan.chunks else ([], 0.0, 0.0)
         sampled_s = self._clock()
         over = [answer for answer in said if isinstance(answer, Output)]
@@ -109,14 +109,14 @@ class Engine:
     def _run(self, plan: StepPlan) -> tuple[list[Output], float, float]:
         """(outputs, measured seconds, predicted seconds)."""
         model = self._step_times.model
-        predicted_s = predict(model, plan.tokens, plan.context_tokens)
+        predicted_s = predict(model, plan.tokens, plan.attended)
         began = self._clock()
         self._marker.begin(began, predicted_s)
         result = self._runner.run(plan)
         now = self._clock()
         self._marker.end()
         only_decodes = plan.tokens == len(plan.chunks)
-        sample = StepSample(plan.tokens, plan.context_tokens, now - began)
+        sample = StepSample(plan.tokens, plan.attended, now - began)
         self._step_times.observe(sample, only_decodes=only_decodes)
         timed = StepResult(result.sampled, now - began, result.odds)
         return self._scheduler.commit(plan, timed, now, model), now - began, predicted_s
@@ -133,7 +133,7 @@ class Engine:
             step_s=seconds,
             step_predicted_s=predicted_s,
             step_tokens=plan.tokens,
-            step_context_tokens=plan.context_tokens,
+            step_attended=plan.attended,
             steps=self._steps,
             sampled_tokens=self._sampled,
             computed_tokens=self._computed,

@@ -130,7 +130,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     step_s: float = 0.0  # the last step
     step_predicted_s: float = 0.0
     step_tokens: int = 0  # rows it computed
-    step_context_tokens: int = 0
+    step_attended: int = 0  # pairs of a row and a token it attended to
     steps: int = 0
     sampled_tokens: int = 0  # since the start
     computed_tokens: int = 0

@@ -8,7 +8,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from services.replica.attempt import Attempt
+from services.replica.core.step_budget import StepBudget, room_s
 from services.replica.engine_messages import EngineReady, EngineStats
+from shared.limits import BLOCK_TOKENS
 from shared.messages import ReplicaHealth
 
 _FULL_BLOCKS_SHARE = 0.25
@@ -52,13 +54,18 @@ def heartbeat(beat: Beat) -> ReplicaHealth:
         tokens_per_s=beat.tokens_per_s,
         http=beat.http,
         dispatches=beat.dispatches,
-        step_tokens=_step_tokens(beat.ready, stats.running),
+        step_tokens=_step_tokens(beat.ready, stats),
     )
 
 
-def _step_tokens(ready: EngineReady, running: int) -> int:
-    """Token budget of the next steps: beside decodes they are shorter."""
-    return min(ready.step_tokens, running + ready.mixed_tokens) if running else ready.step_tokens
+def _step_tokens(ready: EngineReady, stats: EngineStats) -> int:
+    """Tokens that the next steps hold when one more prompt comes, as the scheduler will cut it at its beginning."""
+    step, running = stats.step, stats.running
+    most = min(ready.mixed_tokens, ready.step_tokens - running) if running else ready.step_tokens
+    held = (stats.blocks_total - stats.blocks_free) * BLOCK_TOKENS
+    decodes_s = step.base_s + step.per_token_s * running + step.per_attended_s * held
+    room = room_s(step, decodes_s=decodes_s, decodes=running, prompts=1 + stats.waiting)
+    return running + StepBudget(most, room, step).take(0, most)
 
 
 def is_full(health: ReplicaHealth) -> bool:

@@ -5,8 +5,10 @@ from collections.abc import Callable, Sequence
 
 from services.replica.core.block_pool import BlockPool
 from services.replica.core.detokenize import Vocabulary
+from services.replica.core.plan import SeqChunk, StepPlan, blocks_for
 from services.replica.core.scheduler import Scheduler, SchedulerLimits
 from services.replica.core.sequence import Demand
+from services.replica.core.step_budget import ALONE_STEP_S, MIXED_STEP_S
 from services.replica.core.step_fit import StepSample, tokens_within
 from services.replica.runner import Runner
 from shared.errors import EngineError
@@ -17,9 +19,8 @@ from shared.tiers import Tier
 # (sequences, prompt tokens of each): enough to tell base, per token and per context apart.
 SHAPES = ((1, 16), (1, 96), (8, 8), (1, 192))
 MEASURE_S = 4.0  # on a machine too busy for all shapes, what was measured by then must do
+DEEP, DEEP_TOKENS = 1024, 16
 _DECODES = 2
-ALONE_STEP_S = 0.25  # longest step when nobody decodes: a cancelled prompt is gone within it
-MIXED_STEP_S = 0.1  # longest step while somebody waits for a next token
 STEP_TOKENS_MAX = 512
 
 
@@ -37,7 +38,19 @@ def warm_up(
     for count, length in fitting:
         if clock() - began < MEASURE_S:
             samples += _measure(runner, vocabulary, count, length, clock)
+    if room >= DEEP + DEEP_TOKENS:
+        samples.append(_measure_deep(runner, clock))
     return samples
+
+
+def _measure_deep(runner: Runner, clock: Callable[[], float]) -> StepSample:
+    """A short chunk that attends to much: what stands there was never computed, and nothing is drawn from it."""
+    blocks = tuple(range(blocks_for(DEEP + DEEP_TOKENS)))
+    chunk = SeqChunk("deep", 1, DEEP, (0,) * DEEP_TOKENS, blocks, None)
+    plan = StepPlan(1, (chunk,))
+    began = clock()
+    runner.run(plan)
+    return StepSample(plan.tokens, plan.attended, clock() - began)
 
 
 def settle_memory() -> None:
@@ -82,7 +95,7 @@ def _measure(
         plan = scheduler.plan(0.0)
         began = clock()
         result = runner.run(plan)
-        samples.append(StepSample(plan.tokens, plan.context_tokens, clock() - began))
+        samples.append(StepSample(plan.tokens, plan.attended, clock() - began))
         if not all(0 <= token < len(vocabulary) for token in result.sampled):
             raise EngineError("the test tokens are outside the vocabulary: model and tokenizer do not fit")
         scheduler.commit(plan, result, 0.0)

@@ -99,7 +99,10 @@ def predicted_ttft_s(view: ReplicaView, tokens: int, prefix_tokens: int) -> floa
     current = max(0.0, health.step_predicted_s - health.step_age_s)
     computed = to_compute + steps * health.running
     context = steps * tokens / 2
-    return current + steps * step.base_s + computed * step.per_token_s + context * step.per_context_s
+    held = (health.blocks_total - health.blocks_free) * BLOCK_TOKENS  # what those who run attend to, each step
+    attended = uncached * (tokens - uncached / 2) + steps * held
+    own_s = computed * step.per_token_s + context * step.per_context_s + attended * step.per_attended_s
+    return current + steps * step.base_s + own_s
 
 
 def place(demand: Demand, replicas: Iterable[ReplicaView]) -> Placed | Wait:

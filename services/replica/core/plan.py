@@ -15,6 +15,7 @@ from functools import cached_property
 
 import msgspec
 
+from services.replica.core.step_budget import attended
 from shared.limits import BLOCK_TOKENS
 from shared.messages import Sampling, TokenLogprob
 from shared.outcomes import EndReason
@@ -59,9 +60,9 @@ class StepPlan(msgspec.Struct, frozen=True, dict=True):
         return sum(len(chunk.ids) for chunk in self.chunks)
 
     @cached_property
-    def context_tokens(self) -> int:
-        """Keys and values to read."""
-        return sum(chunk.end for chunk in self.chunks)
+    def attended(self) -> int:
+        """Pairs of a row and a token it attends to."""
+        return sum(attended(chunk.start, len(chunk.ids)) for chunk in self.chunks)
 
     @cached_property
     def sampled_chunks(self) -> tuple[SeqChunk, ...]:

@@ -22,6 +22,7 @@ from services.replica.core.block_pool import BlockPool
 from services.replica.core.detokenize import Vocabulary
 from services.replica.core.plan import Freed, Odds, Output, SeqChunk, StepPlan, StepResult, blocks_for
 from services.replica.core.sequence import Demand, Sequence
+from services.replica.core.step_budget import StepBudget, attended, room_s
 from services.replica.core.step_cost import BY_TOKENS, cost_rates
 from shared.limits import BLOCK_TOKENS
 from shared.messages import StepModel, TokenLogprob
@@ -60,8 +61,8 @@ class SchedulerLimits:
                 f"a step of {self.step_tokens_max} tokens must hold {self.running_max} decodes and a chunk"
             )
 
-    def catch_up_budget(self, decodes: int) -> int:
-        """Tokens of a step that are left for prompts."""
+    def prompt_tokens(self, decodes: int) -> int:
+        """Most tokens of prompts in a step, however quick it is."""
         if decodes == 0:
             return self.step_tokens_max
         return min(self.mixed_tokens_max, self.step_tokens_max - decodes)
@@ -182,20 +183,31 @@ class Scheduler:
 
     # --- plan ------------------------------------------------------------------------------------------------
 
-    def plan(self, now: float) -> StepPlan:
-        """The next step. Empty of chunks only when nobody is left."""
+    def plan(self, now: float, model: StepModel | None = None) -> StepPlan:
+        """The next step. Empty of chunks only when nobody is left. With a step `model` it is kept short, too."""
         self._steps += 1
         freed = self._drop_leaving()
         chunks: list[SeqChunk] = []
         preempted = self._plan_decodes(chunks)
-        budget = self.limits.catch_up_budget(len(chunks))
+        budget = self._budget(chunks, model)
         door_open = not preempted
         behind = tuple(self._behind)  # arrivals, that are added to it, have their chunk already
         for lane_rank, lane in enumerate(self._lanes):
-            budget = _plan_catch_up([one for one in behind if one.order[0] == lane_rank], chunks, budget)
+            _plan_catch_up([one for one in behind if one.order[0] == lane_rank], chunks, budget)
             if door_open:
-                budget, door_open = self._plan_arrivals(lane, chunks, budget, now)
+                door_open = self._plan_arrivals(lane, chunks, budget, now)
         return StepPlan(self._steps, tuple(chunks), freed, preempted)
+
+    def _budget(self, decodes: list[SeqChunk], model: StepModel | None) -> StepBudget:
+        tokens = self.limits.prompt_tokens(len(decodes))
+        if model is None:
+            return StepBudget(tokens, None, BY_TOKENS)
+        prompts = len(self._behind) + sum(map(len, self._lanes))
+        if not prompts:
+            return StepBudget(tokens, 0.0, model)
+        read = sum(chunk.start + 1 for chunk in decodes)
+        decodes_s = model.base_s + model.per_token_s * len(decodes) + model.per_attended_s * read
+        return StepBudget(tokens, room_s(model, decodes_s=decodes_s, decodes=len(decodes), prompts=prompts), model)
 
     def _drop_leaving(self) -> tuple[Freed, ...]:
         freed = []
@@ -247,19 +259,17 @@ class Scheduler:
         sequence.blocks += self.pool.take(missing)
         return True
 
-    def _plan_arrivals(self, lane: Lane, chunks: list[SeqChunk], budget: int, now: float) -> tuple[int, bool]:
-        """Admit from a lane while there is budget; (budget left, whether later lanes may be admitted from).
+    def _plan_arrivals(self, lane: Lane, chunks: list[SeqChunk], budget: StepBudget, now: float) -> bool:
+        """Admit from a lane while there is budget; whether later lanes may be admitted from.
 
         A head that does not fit closes the door for the lanes behind it: they would take what it waits for.
         """
-        while budget and (head := lane.head) is not None:
+        while budget.open and (head := lane.head) is not None:
             if len(self._running) >= self.limits.running_max or not self._admit(head, now):
-                return budget, False
-            count = min(head.remaining, budget)
-            chunks.append(head.chunk(count))
+                return False
+            chunks.append(head.chunk(budget.take(head.num_computed, head.remaining)))
             self._behind.append(head)
-            budget -= count
-        return budget, True
+        return True
 
     def _admit(self, sequence: Sequence, now: float) -> bool:
         """Give a waiting sequence its blocks: those the cache holds, and fresh ones for the rest of its tokens."""
@@ -301,7 +311,7 @@ class Scheduler:
         """
         if len(result.sampled) != len(plan.sampled_chunks):
             raise ValueError(f"{len(result.sampled)} tokens for {len(plan.sampled_chunks)} sampled chunks")
-        each_s, per_token_s, per_context_s = cost_rates(plan, model, result.seconds)
+        each_s, per_token_s, per_attended_s = cost_rates(plan, model, result.seconds)
         sampled, odds = iter(result.sampled), iter(result.odds)
         known, leaving = self._sequences.get, self._leaving
         outputs = []
@@ -313,7 +323,8 @@ class Scheduler:
                 continue
             count = len(chunk.ids)
             sequence.num_computed = computed = chunk.start + count
-            sequence.engine_s += each_s + per_token_s * count + per_context_s * computed
+            pairs = computed if count == 1 else attended(chunk.start, count)
+            sequence.engine_s += each_s + per_token_s * count + per_attended_s * pairs
             if computed // BLOCK_TOKENS > sequence.num_published:
                 self._publish(sequence)
             if chunk.sample is None:
@@ -372,12 +383,9 @@ def _order(sequence: Sequence) -> tuple[int, int]:
     return sequence.order
 
 
-def _plan_catch_up(behind: Iterable[Sequence], chunks: list[SeqChunk], budget: int) -> int:
-    """Chunks for running sequences that have more than one token to compute; returns what is left of the budget."""
+def _plan_catch_up(behind: Iterable[Sequence], chunks: list[SeqChunk], budget: StepBudget) -> None:
+    """Chunks for running sequences that have more than one token to compute."""
     for sequence in behind:
-        if not budget:
+        if not budget.open:
             break
-        count = min(sequence.remaining, budget)
-        chunks.append(sequence.chunk(count))
-        budget -= count
-    return budget
+        chunks.append(sequence.chunk(budget.take(sequence.num_computed, sequence.remaining)))

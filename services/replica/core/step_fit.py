@@ -1,4 +1,4 @@
-"""How long a step takes, fitted to measured steps: seconds = base + per_token * tokens + per_context * context tokens.
+"""How long a step takes, fitted to measured steps: seconds = base + per_token * tokens + per_attended * attended.
 
 Least squares over the samples. What would come out negative is left out, and the rest fitted again.
 Pure: the seconds are measured elsewhere.
@@ -13,7 +13,7 @@ from shared.messages import StepModel
 
 class StepSample(NamedTuple):
     tokens: int
-    context_tokens: int
+    attended: int  # pairs of a token computed and one it attends to
     seconds: float
 
 
@@ -44,9 +44,9 @@ class StepTimes:
             self.model = fit([*self._prompts, *self._decodes])
 
 
-def predict(model: StepModel, tokens: int, context_tokens: int) -> float:
-    """Seconds of a step that computes `tokens` and reads `context_tokens`."""
-    return model.base_s + model.per_token_s * tokens + model.per_context_s * context_tokens
+def predict(model: StepModel, tokens: int, attended: int) -> float:
+    """Seconds of a step that computes `tokens`, which attend to `attended` together."""
+    return model.base_s + model.per_token_s * tokens + model.per_attended_s * attended
 
 
 def tokens_within(model: StepModel, seconds: float) -> int:
@@ -60,17 +60,17 @@ def fit(samples: Sequence[StepSample]) -> StepModel:
     """The model of these samples; ValueError when there are none."""
     if not samples:
         raise ValueError("no step was measured")
-    rows = [(1.0, float(sample.tokens), float(sample.context_tokens)) for sample in samples]
+    rows = [(1.0, float(sample.tokens), float(sample.attended)) for sample in samples]
     # Relative error counts: a step of 5 ms must not vanish beside one of 500. A far too short one must not rule either.
     floor = max(1e-9, sorted(sample.seconds for sample in samples)[(len(samples) - 1) // 2] / 2)
     weights = [1.0 / max(sample.seconds, floor) ** 2 for sample in samples]
-    kept = [0, 1, 2]
+    kept = [0, *(column for column in (1, 2) if len({row[column] for row in rows}) > 1)]  # else nothing tells it apart
     while True:
         parts = _solve(rows, [sample.seconds for sample in samples], weights, kept)
         worst = min(kept, key=lambda index: parts[index])
         if parts[worst] >= 0 or len(kept) == 1:
             return StepModel(
-                base_s=max(0.0, parts[0]), per_token_s=max(0.0, parts[1]), per_context_s=max(0.0, parts[2])
+                base_s=max(0.0, parts[0]), per_token_s=max(0.0, parts[1]), per_attended_s=max(0.0, parts[2])
             )
         kept.remove(worst)
 

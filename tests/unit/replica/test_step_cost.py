@@ -18,8 +18,12 @@ def plan(*parts: tuple[int, int]) -> StepPlan:
 
 
 def costs(step: StepPlan, model: StepModel, seconds: float) -> list[float]:
-    each_s, per_token_s, per_context_s = cost_rates(step, model, seconds)
-    return [each_s + per_token_s * len(chunk.ids) + per_context_s * chunk.end for chunk in step.chunks]
+    each_s, per_token_s, per_attended_s = cost_rates(step, model, seconds)
+    pairs = [sum(range(chunk.start + 1, chunk.end + 1)) for chunk in step.chunks]
+    return [
+        each_s + per_token_s * len(chunk.ids) + per_attended_s * attended
+        for chunk, attended in zip(step.chunks, pairs, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -28,7 +32,7 @@ def test_the_costs_of_a_step_sum_to_what_it_took(seed: int):
     rng = random.Random(seed)
     step = plan(*((rng.randrange(3000), rng.choice([1, 1, 1, 300])) for _ in range(rng.randrange(1, 70))))
     model = StepModel(
-        base_s=rng.choice([0.0, 0.02]), per_token_s=rng.choice([0.0, 1e-3]), per_context_s=rng.choice([0.0, 1e-6])
+        base_s=rng.choice([0.0, 0.02]), per_token_s=rng.choice([0.0, 1e-3]), per_attended_s=rng.choice([0.0, 1e-6])
     )
     found = costs(step, model, 0.07)
     assert sum(found) == pytest.approx(0.07)
@@ -40,7 +44,8 @@ def test_each_part_is_paid_by_who_causes_it():
     step = plan((0, 100), (900, 1))
     assert costs(step, StepModel(base_s=0.1, per_token_s=0.0), 1.0) == pytest.approx([0.5, 0.5])
     assert costs(step, StepModel(base_s=0.0, per_token_s=0.1), 1.01) == pytest.approx([1.0, 0.01])
-    assert costs(step, StepModel(base_s=0.0, per_token_s=0.0, per_context_s=1.0), 1.001) == pytest.approx([0.1, 0.901])
+    by_context = costs(plan((0, 9), (954, 1)), StepModel(base_s=0.0, per_token_s=0.0, per_attended_s=1.0), 1.0)
+    assert by_context == pytest.approx([0.045, 0.955])
     assert costs(step, StepModel(base_s=0.0, per_token_s=0.0), 1.0) == pytest.approx([0.5, 0.5]), "nothing is known"
 
 

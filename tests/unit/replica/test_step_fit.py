@@ -4,21 +4,22 @@ import random
 
 import pytest
 
+from services.replica.core.step_budget import ALONE_STEP_S
 from services.replica.core.step_fit import StepSample, StepTimes, fit, predict, tokens_within
-from services.replica.warm_up import ALONE_STEP_S, draw_test_token, step_budgets, warm_up
+from services.replica.warm_up import draw_test_token, step_budgets, warm_up
 from shared.errors import EngineError
 from shared.messages import StepModel
 from tests.unit.replica.machine import VOCABULARY, Script
 
 
 def measured(
-    base: float, per_token: float, per_context: float, noise: float = 0.0, count: int = 200
+    base: float, per_token: float, per_attended: float, noise: float = 0.0, count: int = 200
 ) -> list[StepSample]:
     rng = random.Random(4)
     shapes = [(rng.randrange(1, 200), rng.randrange(1, 5_000)) for _ in range(count)]
     return [
         StepSample(
-            tokens, context, (base + per_token * tokens + per_context * context) * (1 + rng.uniform(-noise, noise))
+            tokens, context, (base + per_token * tokens + per_attended * context) * (1 + rng.uniform(-noise, noise))
         )
         for tokens, context in shapes
     ]
@@ -27,7 +28,7 @@ def measured(
 def test_an_exact_model_is_found_again():
     """From steps that follow a model, that model comes out."""
     model = fit(measured(0.02, 0.003, 2e-6))
-    assert (model.base_s, model.per_token_s, model.per_context_s) == pytest.approx((0.02, 0.003, 2e-6), rel=1e-4)
+    assert (model.base_s, model.per_token_s, model.per_attended_s) == pytest.approx((0.02, 0.003, 2e-6), rel=1e-4)
 
 
 def test_noise_moves_it_little():
@@ -39,10 +40,10 @@ def test_noise_moves_it_little():
 def test_no_part_is_ever_negative():
     """Where more context happened to be faster, context counts nothing; where time is constant, so does all but the base."""
     faster = [StepSample(1, context, 0.02 - context * 1e-6) for context in (10, 1_000, 5_000)]
-    assert fit(faster).per_context_s == 0
+    assert fit(faster).per_attended_s == 0
     constant = fit([StepSample(1, 1, 0.02), StepSample(64, 8192, 0.02)])
     assert predict(constant, 500, 100) == pytest.approx(0.02, rel=0.01)
-    assert min(constant.base_s, constant.per_token_s, constant.per_context_s) >= 0
+    assert min(constant.base_s, constant.per_token_s, constant.per_attended_s) >= 0
 
 
 def test_one_sample_is_enough_to_start():
@@ -85,13 +86,14 @@ def test_warm_up_measures_every_shape_that_fits():
     """Each shape gives its prompt step and its decodes; what does not fit is left out, and nothing fitting is an error."""
     ticks = iter(range(10_000))
     samples = warm_up(Script(), VOCABULARY, [(1, 16), (4, 8)], lambda: next(ticks) * 1e-4)
-    assert [(sample.tokens, sample.context_tokens) for sample in samples] == [
-        (16, 16),
+    assert [(sample.tokens, sample.attended) for sample in samples] == [
+        (16, 16 * 17 // 2),
         (1, 17),
         (1, 18),
-        (32, 32),
+        (32, 4 * 8 * 9 // 2),
         (4, 36),
         (4, 40),
+        (16, 16 * 1024 + 16 * 17 // 2),
     ]
     assert all(sample.seconds > 0 for sample in samples)
     with pytest.raises(EngineError, match="memory"):

@@ -1,0 +1,72 @@
+"""How many prompt tokens a step may hold: as many as keep it as short as those who wait for a next token are owed.
+
+    nobody decodes                  ALONE_STEP_S        a cancelled prompt is gone within it
+    as many prompts as decodes      MIXED_STEP_S        beside the decodes: whoever waits for a first token goes first
+    more decodes than prompts       twice the decodes'  or PROTECTED_STEP_S, if that is longer: the many are not slowed
+                                    own step            down for the few
+
+A token costs more the more it attends to, so that chunks of a long prompt become shorter towards its end. Pure.
+"""
+
+from math import sqrt
+
+from shared.messages import StepModel
+
+ALONE_STEP_S = 0.25
+MIXED_STEP_S = 0.1
+PROTECTED_STEP_S = 0.05
+_PROTECTED_FACTOR = 0.9  # of the decodes' own step, added to it: a little less than twice, as predictions err
+_TOKENS_MIN = 4  # of a prompt, in any step
+
+
+class StepBudget:
+    """What is left of one step for prompts: tokens, and seconds where a step model tells what tokens cost."""
+
+    def __init__(self, tokens: int, seconds: float | None, model: StepModel) -> None:
+        self._tokens, self._seconds, self._model = tokens, seconds, model
+
+    @property
+    def open(self) -> bool:
+        """There is room for one more chunk."""
+        return self._tokens > 0 and (self._seconds is None or self._seconds > 0)
+
+    def take(self, start: int, wanted: int) -> int:
+        """Tokens of a chunk from position `start` on; at least one while `open`."""
+        count = min(wanted, self._tokens)
+        if self._seconds is not None:
+            count = min(count, max(_TOKENS_MIN, _within(self._model, start, self._seconds)))
+            self._seconds -= chunk_s(self._model, start, count)
+        self._tokens -= count
+        return count
+
+
+def attended(start: int, count: int) -> int:
+    """Pairs of a token and one it attends to, itself included, in a chunk of `count` from position `start` on."""
+    return count * start + count * (count + 1) // 2
+
+
+def chunk_s(model: StepModel, start: int, count: int) -> float:
+    """What a chunk adds to a step."""
+    return model.per_token_s * count + model.per_attended_s * attended(start, count)
+
+
+def room_s(model: StepModel, *, decodes_s: float, decodes: int, prompts: int) -> float:
+    """Seconds of a step that prompts may take; `decodes_s` is what it takes without them.
+
+    A step that is long whatever is in it may be twice as long: else its prompts would wait for ever to keep it short.
+    """
+    if decodes == 0:
+        return max(ALONE_STEP_S - model.base_s, model.base_s)
+    if prompts >= decodes:
+        return max(MIXED_STEP_S - model.base_s, model.base_s)
+    return max(PROTECTED_STEP_S - decodes_s, _PROTECTED_FACTOR * decodes_s)
+
+
+def _within(model: StepModel, start: int, seconds: float) -> int:
+    """The most tokens from position `start` on that take `seconds`; many, where they cost nothing."""
+    each, more = model.per_token_s + model.per_attended_s * (start + 0.5), model.per_attended_s / 2
+    if each <= 0:
+        return 1 << 30
+    if more <= 0:
+        return int(seconds / each)
+    return int(2 * seconds / (each + sqrt(each * each + 4 * more * seconds)))

@@ -1,0 +1,82 @@
+"""How much of a step prompts may take."""
+
+import random
+
+import pytest
+
+from services.replica.core.step_budget import (
+    ALONE_STEP_S,
+    MIXED_STEP_S,
+    PROTECTED_STEP_S,
+    StepBudget,
+    attended,
+    chunk_s,
+    room_s,
+)
+from shared.messages import StepModel
+from tests.unit.replica.machine import Machine, demand
+
+MODEL = StepModel(base_s=0.008, per_token_s=0.001, per_attended_s=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_chunk_is_the_longest_that_fits(seed: int):
+    """Taken tokens cost no more than what is left, and one more would; a step with room always moves a prompt on."""
+    rng = random.Random(seed)
+    start, seconds = rng.choice([0, 5, 900, 8000]), rng.choice([0.01, 0.04, 0.24])
+    model = rng.choice(
+        [MODEL, StepModel(base_s=0.0, per_token_s=0.002), StepModel(base_s=0, per_token_s=0, per_attended_s=1e-5)]
+    )
+    count = StepBudget(10_000, seconds, model).take(start, 10_000)
+    assert count >= 4
+    if count > 4:
+        assert chunk_s(model, start, count) <= seconds * (1 + 1e-9)
+    assert chunk_s(model, start, count + 2) > seconds
+
+
+def test_tokens_bound_it_where_time_does_not():
+    """A model that costs nothing, or none: the token budget alone, over all chunks of the step."""
+    for budget in (StepBudget(50, None, MODEL), StepBudget(50, 1.0, StepModel(base_s=0.02, per_token_s=0.0))):
+        assert [budget.take(0, 30), budget.take(0, 30)] == [30, 20]
+        assert not budget.open
+
+
+def test_pairs_are_counted_as_they_are():
+    """Each token attends to all before it and to itself."""
+    assert attended(0, 1) == 1
+    assert attended(7, 3) == 8 + 9 + 10
+
+
+def test_the_many_are_not_slowed_for_the_few():
+    """With more decodes than prompts a step is at most twice the decodes' own; with as many prompts it may be longer."""
+    assert room_s(MODEL, decodes_s=0.0, decodes=0, prompts=1) == pytest.approx(ALONE_STEP_S - 0.008)
+    assert room_s(MODEL, decodes_s=0.06, decodes=16, prompts=1) == pytest.approx(0.054)
+    assert room_s(MODEL, decodes_s=0.01, decodes=3, prompts=1) == pytest.approx(PROTECTED_STEP_S - 0.01)
+    assert room_s(MODEL, decodes_s=0.06, decodes=16, prompts=16) == pytest.approx(MIXED_STEP_S - 0.008)
+    slow = StepModel(base_s=0.5, per_token_s=0.0)
+    assert room_s(slow, decodes_s=0.5, decodes=0, prompts=1) == room_s(slow, decodes_s=0.5, decodes=1, prompts=1) == 0.5
+
+
+def test_a_long_prompt_beside_many_decodes_keeps_their_steps_short():
+    """Every step that holds a piece of it is predicted within twice the decodes' own, and it comes to its end."""
+    machine = Machine(blocks=1400, running_max=20, step_tokens_max=600, mixed_tokens_max=512)
+    model = StepModel(base_s=0.008, per_token_s=0.003, per_attended_s=1e-6)
+
+    def step() -> tuple[float, float]:
+        """(predicted seconds, those of its decodes alone)."""
+        plan = machine.scheduler.plan(0.0, model)
+        machine.scheduler.commit(plan, machine.runner.run(plan), 0.0, model)
+        whole = [chunk_s(model, chunk.start, len(chunk.ids)) for chunk in plan.chunks]
+        decodes = [cost for cost, chunk in zip(whole, plan.chunks, strict=True) if len(chunk.ids) == 1]
+        return model.base_s + sum(whole), model.base_s + sum(decodes)
+
+    for number in range(16):
+        machine.submit(demand(chr(97 + number), 8, budget=900))
+    while any(sequence.remaining > 1 for sequence in machine.scheduler._running) or not machine.scheduler._running:
+        step()
+    machine.submit(demand("z", 4000, budget=1))
+    steps = [step()]
+    while "z" in machine.scheduler._sequences:
+        steps.append(step())
+    assert all(whole <= max(2 * decodes, PROTECTED_STEP_S) for whole, decodes in steps)
+    assert len(steps) < 900
