@@ -6,7 +6,7 @@ reply. What it gives must never be read as a model's speed: its version says `st
 
 from collections.abc import Callable
 
-from services.replica.core.plan import StepPlan, StepResult
+from services.replica.core.plan import Odds, SampleParams, StepPlan, StepResult
 from services.replica.core.randomness import draw
 from services.replica.runner import RunnerInfo
 from shared.clock import now_s, sleep
@@ -18,6 +18,13 @@ STUB_VERSION = "stub-1"
 def scripted_token(seed: int, position: int) -> int:
     """The word at output position `position` of a reply with `seed`."""
     return STUB_WORD_FIRST + draw(seed, position) % STUB_WORDS
+
+
+def _odds(token: int, param: SampleParams) -> Odds | None:
+    """What is scripted is certain."""
+    if param.sampling.logprobs is None:
+        return None
+    return Odds(0.0, ((token, 0.0),) if param.sampling.logprobs else ())
 
 
 class StubRunner:
@@ -40,8 +47,11 @@ class StubRunner:
     def run(self, plan: StepPlan) -> StepResult:
         if self._step_s:
             self._pace()
-        chunks = plan.sampled_chunks
-        return StepResult([scripted_token(c.sample.seed, c.sample.position) for c in chunks if c.sample is not None])
+        params = [chunk.sample for chunk in plan.sampled_chunks if chunk.sample is not None]
+        tokens = [scripted_token(param.seed, param.position) for param in params]
+        if all(param.sampling.logprobs is None for param in params):
+            return StepResult(tokens)
+        return StepResult(tokens, odds=[_odds(token, param) for token, param in zip(tokens, params, strict=True)])
 
     def _pace(self) -> None:
         """A step that comes late shortens the next wait by at most itself: pauses are never caught up with a burst."""

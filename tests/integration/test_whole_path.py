@@ -98,6 +98,27 @@ def test_streamed_reply_has_the_events_in_order(wires: list[Wire]) -> None:
     assert heard.final["incomplete_details"] == {"reason": "max_output_tokens"}
 
 
+def test_log_probabilities_come_with_their_tokens_by_every_door(chorus: System) -> None:
+    """Asked for by the official client, streamed and whole: one for each token, their texts joined are the text."""
+    client = openai.OpenAI(base_url=f"{chorus.gateways[0]}/v1", api_key=chorus.key("paid"))
+    asked: dict[str, Any] = {"model": FAST, "messages": [{"role": "user", "content": "hi"}], "max_tokens": 12}
+    whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=1).choices[0]
+    assert whole.logprobs is not None
+    told = [list(whole.logprobs.content or ())]
+    with client.chat.completions.stream(**asked, logprobs=True, top_logprobs=1) as stream:
+        last = stream.get_final_completion().choices[0]
+    assert last.logprobs is not None
+    told.append(list(last.logprobs.content or ()))
+    response = client.responses.create(
+        model=FAST, input="hi", max_output_tokens=12, include=["message.output_text.logprobs"], top_logprobs=1
+    )
+    told.append(list(response.output[0].content[0].logprobs))
+    for entries, text in zip(told, (whole.message.content, last.message.content, response.output_text), strict=True):
+        assert len(entries) == 12
+        assert "".join(entry.token for entry in entries) == text
+        assert all(entry.logprob == 0.0 and entry.top_logprobs[0].token == entry.token for entry in entries)
+
+
 def test_both_gateways_tell_the_same_story(wires: list[Wire]) -> None:
     """A finished reply replayed by the other gateway has the same numbers for the same text."""
     heard = wires[0].stream(message(40))
