@@ -17,6 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import repeat
 
 from services.replica.core.block_pool import BlockPool
 from services.replica.core.detokenize import Vocabulary
@@ -312,12 +313,9 @@ class Scheduler:
         if len(result.sampled) != len(plan.sampled_chunks):
             raise ValueError(f"{len(result.sampled)} tokens for {len(plan.sampled_chunks)} sampled chunks")
         each_s, per_token_s, per_attended_s = cost_rates(plan, model, result.seconds)
-        sampled, odds = iter(result.sampled), iter(result.odds)
         known, leaving = self._sequences.get, self._leaving
         outputs = []
-        for chunk in plan.chunks:
-            if chunk.sample is not None:
-                token, likely = next(sampled), next(odds, None)
+        for chunk, token, odds in _with_tokens(plan, result):
             sequence = known(chunk.sequence_id)
             if sequence is None or sequence.admission != chunk.admission or (leaving and sequence.id in leaving):
                 continue
@@ -327,13 +325,13 @@ class Scheduler:
             sequence.engine_s += each_s + per_token_s * count + per_attended_s * pairs
             if computed // BLOCK_TOKENS > sequence.num_published:
                 self._publish(sequence)
-            if chunk.sample is None:
+            if token is None:
                 continue
             text = sequence.append(token)
-            if sequence.finish is None and likely is None and sequence.first_token_s is not None:
+            if sequence.finish is None and odds is None and sequence.first_token_s is not None:
                 outputs.append(Output(chunk.sequence_id, (token,), (text,)))
             else:
-                outputs.append(self._note_token(sequence, token, text, likely, now))
+                outputs.append(self._note_token(sequence, token, text, odds, now))
         return outputs
 
     def _publish(self, sequence: Sequence) -> None:
@@ -381,6 +379,16 @@ class Scheduler:
 
 def _order(sequence: Sequence) -> tuple[int, int]:
     return sequence.order
+
+
+def _with_tokens(plan: StepPlan, result: StepResult) -> Iterable[tuple[SeqChunk, int | None, Odds | None]]:
+    """Each chunk with its token and that token's odds; None where there is none."""
+    sampled, odds = iter(result.sampled), iter(result.odds or repeat(None))
+    if len(plan.sampled_chunks) == len(plan.chunks):
+        return zip(plan.chunks, sampled, odds, strict=False)
+    return [
+        (chunk, next(sampled), next(odds)) if chunk.sample is not None else (chunk, None, None) for chunk in plan.chunks
+    ]
 
 
 def _plan_catch_up(behind: Iterable[Sequence], chunks: list[SeqChunk], budget: StepBudget) -> None:

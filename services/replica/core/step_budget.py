@@ -15,7 +15,7 @@ from shared.messages import StepModel
 ALONE_STEP_S = 0.25
 MIXED_STEP_S = 0.1
 PROTECTED_STEP_S = 0.05
-_PROTECTED_FACTOR = 0.9  # of the decodes' own step, added to it: a little less than twice, as predictions err
+_PROTECTED_FACTOR = 0.8  # of the decodes' own step, added to it: less than twice, as predictions err
 _TOKENS_MIN = 4  # of a prompt, in any step
 
 
