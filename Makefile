@@ -4,8 +4,9 @@ BIN := .venv/bin
 INSTALLED := .venv/.installed
 MODEL := .models/SmolLM2-135M-Instruct.Q4_1.gguf
 ARGS ?=
+AGREEMENT := tests/unit/replica/agreement
 
-.PHONY: setup models up test clients compose-test check drill sim bench-plane bench-peers bench-engine clean
+.PHONY: setup models up test agreement clients compose-test check drill sim bench-plane bench-peers bench-engine clean
 
 # The kernels are compiled again only when their sources have changed; without a compiler torch takes their place.
 setup: $(INSTALLED)
@@ -34,6 +35,14 @@ test: setup models
 clients: setup
 	$(BIN)/python -m tests.clients.install
 	$(BIN)/python -m pytest tests/clients $(ARGS)
+
+# transformers, in an environment of its own, computes again what our models are compared with; then they are.
+agreement: setup models
+	test -x .venvs/agreement/bin/python || $(PYTHON) -m venv .venvs/agreement
+	.venvs/agreement/bin/python -m pip install --quiet torch==2.13.0 transformers==5.19.0 accelerate safetensors gguf
+	.venvs/agreement/bin/python $(AGREEMENT)/make.py golden $(AGREEMENT)
+	.venvs/agreement/bin/python $(AGREEMENT)/make.py greedy $(MODEL) $(AGREEMENT)/greedy.json
+	$(BIN)/python -m pytest tests/unit/replica/test_agreement.py tests/integration/test_agreement_real.py
 
 # Needs a docker engine. Where no registry is reached, tests/compose/README.md says how its base images are made.
 compose-test: setup

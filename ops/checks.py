@@ -9,6 +9,7 @@ from pathlib import Path
 from ops.files import port_is_free
 from shared.errors import ConfigError
 from shared.gguf import GgufFile
+from shared.hf_files import CONFIG, TOKENIZER, read_bytes
 from shared.limits import MIB
 
 DISK_FREE_MIN = 500 * MIB
@@ -53,9 +54,13 @@ def check_ports(ports: Iterable[int]) -> None:
 
 
 def check_model(file: Path) -> None:
-    """Its head is read and every offset in it checked against its size."""
+    """Its head is read, every offset in it checked against its size; a folder must hold what says what it is."""
     if not file.exists():
         raise ConfigError(f"there is no model file {file}: run `chorus models fetch`, or name one with --model-file")
+    if file.is_dir():
+        for name in (CONFIG, TOKENIZER):
+            read_bytes(file / name)
+        return
     try:
         with GgufFile(file):
             pass

@@ -1,7 +1,8 @@
-"""Text to token ids and back: the port, and its two adapters.
+"""Text to token ids and back: the port, and its adapters.
 
-`GgufTokenizer` builds a byte-level BPE from a model file's own vocabulary and merges; `StubTokenizer` needs no file and
-serves scripted replicas. `load_tokenizer` picks one. Neither needs torch or numpy.
+`GgufTokenizer` builds a byte-level BPE from a model file's own vocabulary and merges; `HfTokenizer`, in a file of its
+own, reads a folder's tokenizer.json; `StubTokenizer` needs no file and serves scripted replicas. `load_tokenizer` picks
+one. None needs torch or numpy.
 
 A person's text is encoded with `encode`, which knows no control tokens: whatever they type, `<|im_end|>` included,
 becomes ordinary text tokens. Only a chat template's own pieces go through `encode_template`. Join ids, never strings.
@@ -13,13 +14,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from shared.bytes_of_tokens import byte_level_bytes, decode_bytes, printable
 from shared.catalog import STUB_FILE
 from shared.errors import ModelFileError
 from shared.gguf import GgufFile
+from shared.hf_tokenizer import HfTokenizer
 
 STUB_WORDS = 1024
 # Control tokens that end a reply wherever a vocabulary has them, besides the file's own end token.
 _END_NAMES = frozenset({"<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|end_of_text|>"})
+# How Llama 3 and Qwen cut text before they merge; they differ in how many digits stand together.
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 
 
 class Tokenizer(Protocol):
@@ -68,15 +75,13 @@ class Tokenizer(Protocol):
 
 
 def load_tokenizer(source: Path | str) -> Tokenizer:
-    """The tokenizer of a model file, or the stub's for `stub`; raises ModelFileError when the file has none."""
+    """The tokenizer of a model file or folder, or the stub's for `stub`; raises ModelFileError when it has none."""
     if str(source) == STUB_FILE:
         return StubTokenizer()
+    if Path(source).is_dir():
+        return HfTokenizer(Path(source), _END_NAMES)
     with GgufFile(Path(source)) as file:
         return GgufTokenizer(file)
-
-
-def decode_bytes(token_bytes: Sequence[bytes], ids: Iterable[int]) -> str:
-    return b"".join(token_bytes[token] for token in ids).decode(errors="replace")
 
 
 # --- from a model file -----------------------------------------------------------------------------------
@@ -106,7 +111,8 @@ class GgufTokenizer:
         pre = file.text("tokenizer.ggml.pre", "gpt-2")
         visible = [token for token, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED]
         try:
-            self._plain = _build(tokens, merges, pre, visible, ())
+            # A rule that takes whole words from the vocabulary must not find a control token there.
+            self._plain = _build(tokens, merges, pre, visible, (), hidden=frozenset(self.special_ids))
             self._template = _build(tokens, merges, pre, visible, tuple(self.special_ids))
         except ValueError as error:
             raise ModelFileError(
@@ -118,10 +124,10 @@ class GgufTokenizer:
         return len(self.token_bytes)
 
     def encode(self, text: str) -> list[int]:
-        return list(self._plain.encode(_printable(text), add_special_tokens=False).ids)
+        return list(self._plain.encode(printable(text), add_special_tokens=False).ids)
 
     def encode_template(self, text: str) -> list[int]:
-        return list(self._template.encode(_printable(text), add_special_tokens=False).ids)
+        return list(self._template.encode(printable(text), add_special_tokens=False).ids)
 
     def decode(self, ids: Iterable[int]) -> str:
         return decode_bytes(self.token_bytes, ids)
@@ -149,23 +155,39 @@ def _read_vocabulary(file: GgufFile) -> tuple[list[str], list[int], list[tuple[s
 
 
 def _build(
-    tokens: Sequence[str], merges: list[tuple[str, str]], pre: str, visible: Sequence[str], control: Sequence[str]
+    tokens: Sequence[str],
+    merges: list[tuple[str, str]],
+    pre: str,
+    visible: Sequence[str],
+    control: Sequence[str],
+    *,
+    hidden: frozenset[str] = frozenset(),
 ) -> Any:
     """A `tokenizers.Tokenizer`; ValueError when the split rule `pre` is unknown."""
     # Imported here: what serves stub models only runs without the library.
-    from tokenizers import AddedToken, models, pre_tokenizers  # noqa: PLC0415
+    from tokenizers import AddedToken, Regex, models, normalizers, pre_tokenizers  # noqa: PLC0415
     from tokenizers import Tokenizer as Library  # noqa: PLC0415
 
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+
+    def by_pattern(digits: str) -> Any:
+        split = pre_tokenizers.Split(Regex(_WORDS.replace("DIGITS", digits)), behavior="isolated")
+        return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+
     splits = {
         "gpt-2": byte_level,
         "smollm": pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), byte_level]),
+        "llama-bpe": by_pattern(r"\p{N}{1,3}"),
+        "qwen2": by_pattern(r"\p{N}"),
     }
     if pre not in splits:
         raise ValueError(f"its split rule {pre!r} is not one of {sorted(splits)}")
-    vocabulary = {token: index for index, token in enumerate(tokens)}
-    built = Library(models.BPE(vocab=vocabulary, merges=merges))
+    whole_words = pre == "llama-bpe"
+    vocabulary = {token: at for at, token in enumerate(tokens) if not (whole_words and token in hidden)}
+    built = Library(models.BPE(vocab=vocabulary, merges=merges, ignore_merges=whole_words))
     built.pre_tokenizer = splits[pre]
+    if pre == "qwen2":
+        built.normalizer = normalizers.NFC()
     if visible:
         built.add_tokens([AddedToken(token, normalized=False) for token in visible])
     if control:
@@ -173,20 +195,9 @@ def _build(
     return built
 
 
-def _byte_letters() -> dict[str, int]:
-    """Byte-level BPE writes each byte as one printable letter: itself where it is one, else the next from U+0100 on."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    letters = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(0x100) if byte not in set(printable)]
-    return letters | {chr(0x100 + place): byte for place, byte in enumerate(others)}
-
-
-_BYTE_OF_LETTER = _byte_letters()
-
-
 def _bytes_of(token: str, kind: int) -> bytes:
     if kind == _NORMAL:
-        return bytes(_BYTE_OF_LETTER[letter] for letter in token if letter in _BYTE_OF_LETTER)
+        return byte_level_bytes(token)
     return token.encode() if kind == _USER_DEFINED else b""
 
 
@@ -195,11 +206,6 @@ def _revision(tokens: Sequence[str], types: Sequence[int], merges: Sequence[tupl
     for part in (tokens, types, merges, template):
         digest.update(repr(part).encode())
     return digest.hexdigest()
-
-
-def _printable(text: str) -> str:
-    """`text` with lone surrogates (JSON can carry them, UTF-8 cannot) replaced."""
-    return text.encode(errors="replace").decode()
 
 
 # --- the stub --------------------------------------------------------------------------------------------

@@ -35,7 +35,7 @@ def _halves(scale: Floats) -> tuple[NDArray[np.float16], Floats]:
 def _packed(codes: Floats) -> Bytes:
     """[blocks, 32] codes of 0..15 -> [blocks, 16]: the low halves are the first sixteen numbers."""
     whole = np.rint(codes).clip(0, 15).astype(np.uint8)
-    return whole[:, :16] | whole[:, 16:] << 4
+    return np.bitwise_or(whole[:, :16], np.left_shift(whole[:, 16:], 4), dtype=np.uint8)
 
 
 def _q8_0(blocks: Floats) -> Bytes:
@@ -54,7 +54,7 @@ def _q4_0(blocks: Floats) -> Bytes:
 def _q4_1(blocks: Floats) -> Bytes:
     least, _ = _halves(blocks.min(axis=1, keepdims=True))
     base = least.astype(np.float32)
-    scale, divisor = _halves((blocks.max(axis=1, keepdims=True) - base) / 15)
+    scale, divisor = _halves((blocks.max(axis=1, keepdims=True) - base) / np.float32(15))
     return np.concatenate([scale.view(np.uint8), least.view(np.uint8), _packed((blocks - base) / divisor)], axis=1)
 
 

@@ -29,7 +29,7 @@ each_variant = pytest.mark.parametrize("variant", VARIANTS, ids=lambda variant: 
 
 def quantised(values: NDArray[np.float32], kind: int) -> bytes:
     """Rows in blocks of 32; how well does not matter, every reader must read the same numbers from them."""
-    if kind in FLOATS:
+    if kind in FLOATS.values():
         return float_bytes(values, kind)
     blocks = values.reshape(-1, 32)
     parts: list[NDArray] = []

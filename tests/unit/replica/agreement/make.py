@@ -99,7 +99,7 @@ def golden(folder: Path, family: str) -> None:
     model.to(stored).save_pretrained(out, max_shard_size="16KB" if family == "llama3" else "1GB")
     (out / "generation_config.json").unlink(missing_ok=True)
     save_file(expected, out / "expected.safetensors")
-    print(family, {path.name: path.stat().st_size for path in sorted(out.iterdir())})
+    sys.stdout.write(f"{family}: {sum(path.stat().st_size for path in out.iterdir())} bytes\n")
 
 
 @torch.inference_mode()
@@ -123,7 +123,7 @@ def greedy(file: Path, out: Path) -> None:
         replies.append({"prompt": prompt, "tokens": tokens})
     made = {"transformers": transformers.__version__, "torch": torch.__version__, "file": file.name, "replies": replies}
     out.write_text(json.dumps(made) + "\n")
-    print(out, len(replies), "replies")
+    sys.stdout.write(f"{out}: {len(replies)} replies\n")
 
 
 if __name__ == "__main__":
