@@ -258,7 +258,7 @@ class ChatEvents:
     """Chat-completion chunks: the role first, text as it comes, the finish reason, usage when asked for, `[DONE]`."""
 
     def __init__(self, *, include_usage: bool = False, token_ids: bool = False) -> None:
-        self.fold = ReplyFold(keep_ids=token_ids)
+        self.fold = ReplyFold(keep_ids=token_ids, keep_logprobs=False)
         self._include_usage = include_usage
         self._token_ids = token_ids
         self._base: Json = {}

@@ -25,9 +25,11 @@ _PIECES_MAX = 64  # a thousand one-word strings weigh ten times their text
 
 
 class ReplyFold:
-    """A reply as far as its log is known. `keep_ids`: whether token ids are kept, for those who asked for them."""
+    """A reply as far as its log is known. `keep_ids`: whether token ids are kept, for those who asked for them;
+    `keep_logprobs`: whether log probabilities are, for doors that tell them again at the end.
+    """
 
-    def __init__(self, *, keep_ids: bool = False) -> None:
+    def __init__(self, *, keep_ids: bool = False, keep_logprobs: bool = True) -> None:
         self.accepted: Accepted | None = None
         self.attempts = 0
         self.tokens = 0
@@ -36,7 +38,8 @@ class ReplyFold:
         self.last_seq = 0
         self._texts: list[str] = []
         self._ids: list[bytes] | None = [] if keep_ids else None
-        self._logprobs: list[TokenLogprob] = []  # only of those who asked for them
+        self._logprobs: list[TokenLogprob] = []
+        self._keep_logprobs = keep_logprobs
 
     def add(self, item: SequencedEntry) -> None:
         """The next entry; raises TokenLogError when something before it is missing."""
@@ -65,7 +68,8 @@ class ReplyFold:
                 self._texts = ["".join(self._texts)]
             if self._ids is not None:
                 self._ids.append(chunk.ids[4 * have :])
-            self._logprobs += chunk.logprobs[have:]
+            if self._keep_logprobs:
+                self._logprobs += chunk.logprobs[have:]
             self.tokens = chunk.first_index + chunk.count
         if chunk.cached_tokens is not None:
             self.cached_tokens = max(self.cached_tokens, chunk.cached_tokens)

@@ -32,7 +32,7 @@ _RESPONSES: dict[str, Any] = {
     "stop": ["x"],
     "logit_bias": {"5": 1.0},
     "service_tier": "auto",
-    "include": [],
+    "include": ["message.output_text.logprobs"],
     "user": "me",
     "tools": [],
     "top_k": 5,
@@ -46,13 +46,15 @@ _RESPONSES: dict[str, Any] = {
     "truncation": "auto",
     "text": {"format": {"type": "text"}},
     "stream_options": {"include_usage": True},
-    "top_logprobs": 0,
+    "top_logprobs": 2,
 }
 _CHAT: dict[str, Any] = {
     **{key: value for key, value in _RESPONSES.items() if key not in ("input", "conversation", "branch_from")},
     "messages": _ITEMS,
     "n": 1,
     "max_completion_tokens": 16,
+    "logprobs": True,
+    "top_logprobs": 0,
     "response_format": {"type": "text"},
 }
 _CONVERSATION: dict[str, Any] = {"items": _ITEMS, "metadata": {"a": "b"}, "title": "T"}

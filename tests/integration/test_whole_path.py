@@ -105,15 +105,15 @@ def test_log_probabilities_come_with_their_tokens_by_every_door(chorus: System) 
     whole = client.chat.completions.create(**asked, logprobs=True, top_logprobs=1).choices[0]
     assert whole.logprobs is not None
     told = [list(whole.logprobs.content or ())]
-    with client.chat.completions.stream(**asked, logprobs=True, top_logprobs=1) as stream:
-        last = stream.get_final_completion().choices[0]
-    assert last.logprobs is not None
-    told.append(list(last.logprobs.content or ()))
+    stream = client.chat.completions.create(**asked, logprobs=True, top_logprobs=1, stream=True)
+    pieces = [chunk.choices[0] for chunk in stream]
+    told.append([entry for piece in pieces if piece.logprobs is not None for entry in piece.logprobs.content or ()])
+    streamed = "".join(piece.delta.content or "" for piece in pieces)
     response = client.responses.create(
         model=FAST, input="hi", max_output_tokens=12, include=["message.output_text.logprobs"], top_logprobs=1
     )
     told.append(list(response.output[0].content[0].logprobs))
-    for entries, text in zip(told, (whole.message.content, last.message.content, response.output_text), strict=True):
+    for entries, text in zip(told, (whole.message.content, streamed, response.output_text), strict=True):
         assert len(entries) == 12
         assert "".join(entry.token for entry in entries) == text
         assert all(entry.logprob == 0.0 and entry.top_logprobs[0].token == entry.token for entry in entries)

@@ -1,8 +1,8 @@
 """How many prompt tokens a step may hold: as many as keep it as short as those who wait for a next token are owed.
 
     nobody decodes                  ALONE_STEP_S        a cancelled prompt is gone within it
-    as many prompts as decodes      MIXED_STEP_S        beside the decodes: whoever waits for a first token goes first
-    more decodes than prompts       twice the decodes'  or PROTECTED_STEP_S, if that is longer: the many are not slowed
+    a prompt for every few decodes  MIXED_STEP_S        beside the decodes: all are served soonest when all decode soon
+    far more decodes than prompts   twice the decodes'  or PROTECTED_STEP_S, if that is longer: the many are not slowed
                                     own step            down for the few
 
 A token costs more the more it attends to, so that chunks of a long prompt become shorter towards its end. Pure.
@@ -16,6 +16,7 @@ ALONE_STEP_S = 0.25
 MIXED_STEP_S = 0.1
 PROTECTED_STEP_S = 0.05
 _PROTECTED_FACTOR = 0.8  # of the decodes' own step, added to it: less than twice, as predictions err
+_MANY = 4  # decodes for each prompt
 _TOKENS_MIN = 4  # of a prompt, in any step
 
 
@@ -57,7 +58,7 @@ def room_s(model: StepModel, *, decodes_s: float, decodes: int, prompts: int) ->
     """
     if decodes == 0:
         return max(ALONE_STEP_S - model.base_s, model.base_s)
-    if prompts >= decodes:
+    if decodes <= _MANY * prompts:
         return max(MIXED_STEP_S - model.base_s, model.base_s)
     return max(PROTECTED_STEP_S - decodes_s, _PROTECTED_FACTOR * decodes_s)
 

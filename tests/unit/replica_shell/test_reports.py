@@ -125,5 +125,5 @@ def test_a_heartbeat_covers_every_dispatch_it_names():
     assert said.step_tokens == 49, "one that runs and the prompt tokens beside it"
     idle = msgspec.structs.replace(stats, running=0)
     assert heartbeat(dataclasses.replace(beat, stats=idle)).step_tokens == 80
-    slow = msgspec.structs.replace(stats, running=3, waiting=0, step=StepModel(base_s=0.01, per_token_s=0.002))
-    assert heartbeat(dataclasses.replace(beat, stats=slow)).step_tokens == 3 + 17, "0.05 s are 0.016 and 17 tokens"
+    slow = msgspec.structs.replace(stats, running=5, waiting=0, step=StepModel(base_s=0.01, per_token_s=0.002))
+    assert heartbeat(dataclasses.replace(beat, stats=slow)).step_tokens == 5 + 15, "0.05 s are 0.02 and 15 tokens"
