@@ -1,6 +1,7 @@
 """How many prompt tokens a step may hold: as many as keep it as short as those who wait for a next token are owed.
 
-    nobody decodes                  ALONE_STEP_S        a cancelled prompt is gone within it
+    nobody decodes                  ALONE_STEP_S_MAX    a cancelled prompt is gone within it; tokens bound it to half
+                                                        of that, where a prompt does not yet attend to much
     a prompt for every few decodes  MIXED_STEP_S        beside the decodes: all are served soonest when all decode soon
     far more decodes than prompts   twice the decodes'  or PROTECTED_STEP_S, if that is longer: the many are not slowed
                                     own step            down for the few
@@ -13,9 +14,10 @@ from math import sqrt
 from shared.messages import StepModel
 
 ALONE_STEP_S = 0.25
+ALONE_STEP_S_MAX = 0.5
 MIXED_STEP_S = 0.1
 PROTECTED_STEP_S = 0.05
-_PROTECTED_FACTOR = 0.8  # of the decodes' own step, added to it: less than twice, as predictions err
+_PROTECTED_FACTOR = 0.65  # of the decodes' own step, added to it: less than twice, as predictions err
 _MANY = 4  # decodes for each prompt
 _TOKENS_MIN = 4  # of a prompt, in any step
 
@@ -57,7 +59,7 @@ def room_s(model: StepModel, *, decodes_s: float, decodes: int, prompts: int) ->
     A step that is long whatever is in it may be twice as long: else its prompts would wait for ever to keep it short.
     """
     if decodes == 0:
-        return max(ALONE_STEP_S - model.base_s, model.base_s)
+        return max(ALONE_STEP_S_MAX - model.base_s, model.base_s)
     if decodes <= _MANY * prompts:
         return max(MIXED_STEP_S - model.base_s, model.base_s)
     return max(PROTECTED_STEP_S - decodes_s, _PROTECTED_FACTOR * decodes_s)
