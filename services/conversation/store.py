@@ -36,7 +36,7 @@ from shared.messages import Accepted, EndedReply, InputItem, Principal, pack_ids
 from shared.storage import UNAVAILABLE_ERRORS, Connection, Pool, borrow
 
 HISTORY_TURNS_MAX = 1024  # earlier turns looked at; what is older than that is left out of the context
-ANSWER_S = 2.0  # most that a user waits for one call, the wait for a connection included
+ANSWER_S = 3.0  # most that a user waits for one call, the wait for a connection included
 BATCH_S = 5.0  # the same for what nobody waits for
 PROBE_S = 0.8
 
@@ -55,6 +55,7 @@ class Store:
     def __init__(self, pool: Pool) -> None:
         self.away: str | None = None
         self._pool = pool
+        self._served = 0  # calls that came to their end
         self._unanswered = 0
 
     @asynccontextmanager
@@ -65,6 +66,7 @@ class Store:
         try:
             async with asyncio.timeout(deadline_s), borrow(self._pool) as conn:
                 yield conn
+            self._served += 1
         except UNAVAILABLE_ERRORS as error:
             if isinstance(error, ValueError):  # asyncpg's own word for an argument of a wrong type: our fault
                 raise
@@ -74,11 +76,15 @@ class Store:
         """Ask whether the database answers, and remember it; raises StoreAwayError.
 
         One that refuses is away at once; one that is silent, the second time: the first may have been our own queue.
+        One that answered others meanwhile is only busy: to call it away would refuse everybody in a burst.
         """
+        served = self._served
         try:
             async with self.connection(PROBE_S, probe=True) as conn:
                 await conn.execute("SELECT 1")
         except StoreAwayError as error:
+            if self._served > served and isinstance(error.__cause__, TimeoutError):
+                return
             self._unanswered += 1
             if self._unanswered > 1 or not isinstance(error.__cause__, TimeoutError):
                 self.away = str(error)

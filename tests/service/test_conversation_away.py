@@ -124,3 +124,20 @@ async def test_a_store_says_away_when_the_database_is_gone(world: World, own_pos
     for call in (store.watch(), store.claim_of(ANN, "k"), store.purges(now_s=0.0, most=1), store.history(ANN, "x", 10)):
         with pytest.raises(StoreAwayError):
             await call
+
+
+async def test_a_busy_database_is_not_away(world: World) -> None:
+    """A probe that waits behind a burst of calls, all of them answered, makes nobody else be refused."""
+    store = Store(world.pool)
+
+    async def call() -> None:
+        async with store.connection(deadline_s=30.0) as conn:
+            await conn.execute("SELECT pg_sleep(0.05)")
+
+    burst = [asyncio.create_task(call()) for _ in range(400)]  # two seconds and a half through eight connections
+    await asyncio.sleep(0)
+    for _ in range(2):
+        await store.watch()
+    assert not all(task.done() for task in burst)
+    assert store.away is None
+    await asyncio.gather(*burst)
