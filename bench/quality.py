@@ -1,8 +1,7 @@
 """What quantised activations cost: perplexity and greedy agreement on our prose, beside float32 on the same weights.
 
-python -m bench.quality [--tokens 20480] [--modes fast,precise] [--kv float16] [--out bench/results/quality.json]
-    --kv: what keys and values are kept as, several with commas; each mode is measured with each. A mode with half
-    precision, the kernels' own, goes by its bare name; another by mode-kv-type.
+python -m bench.quality [--tokens 20480] [--cases fast,precise,fast/int8,...] [--out bench/results/quality.json]
+    a case: the kernels' mode, and after a slash what keys and values are kept as, if not as half precision
 
 Windows of 512 tokens, each scored from its second token on; the kernels compute them as decodes, a token of every
 window in each step, because a step hands out the logits of last rows only. Float32 is torch over the dequantised
@@ -33,6 +32,7 @@ from shared.tokenizer import load_tokenizer
 
 TEXT = Path(__file__).parent / "data/prose.txt"
 RESULT = Path(__file__).parent / "results/quality.json"
+CASES = ("fast", "precise", "fast/float32", "fast/bfloat16", "fast/int8", "precise/int8")
 WINDOW = 512
 BLOCKS = WINDOW // BLOCK_TOKENS
 Scores = tuple[
@@ -87,8 +87,7 @@ def native(windows: NDArray[np.int64], variant: Variant, kv: KvType, *, precise:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=20_480)
-    parser.add_argument("--modes", default="fast,precise")
-    parser.add_argument("--kv", default=KV_TYPE.value)
+    parser.add_argument("--cases", default=",".join(CASES))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=RESULT)
     args = parser.parse_args()
@@ -106,19 +105,19 @@ def main() -> None:
         "kernels": variant.name,
         "hardware": describe(("numpy", "torch")),
     }
-    cases = [(mode, KvType(kind)) for mode in args.modes.split(",") for kind in args.kv.split(",")]
-    for mode, kv in (("float32", KV_TYPE), *cases):
+    for case in ("float32", *args.cases.split(",")):
         found, chosen = wanted, best
-        if mode != "float32":
+        if case != "float32":
+            mode, _, kind = case.partition("/")
+            kv = KvType(kind) if kind else KV_TYPE
             found, chosen = native(windows, variant, kv, precise=mode == "precise", threads=args.threads)
         perplexity = math.exp(-found.mean())
-        name = mode if kv is KV_TYPE else f"{mode}-kv-{kv.value}"
-        result[name] = {
+        result[case] = {
             "perplexity": perplexity,
             "perplexity_change_percent": 100 * (perplexity / base - 1),
             "greedy_agreement_percent": 100 * float((chosen == best).mean()),
         }
-        print(name, result[name], flush=True)
+        print(case, result[case], flush=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")
 
 
