@@ -47,7 +47,7 @@ def _q8_0(blocks: Floats) -> Bytes:
 def _q4_0(blocks: Floats) -> Bytes:
     """The number of greatest magnitude is code 0, whichever its sign."""
     greatest = np.take_along_axis(blocks, np.abs(blocks).argmax(axis=1)[:, None], axis=1)
-    scale, divisor = _halves(greatest / -8)
+    scale, divisor = _halves(greatest / np.float32(-8))
     return np.concatenate([scale.view(np.uint8), _packed(blocks / divisor + 8)], axis=1)
 
 
