@@ -11,7 +11,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from deploy.start import RUN
+from deploy.model import coming
+from deploy.start import CATALOG, RUN
 from ops.credentials import Credentials, load_credentials
 from ops.permissions import OPERATOR, SERVICES, USERS
 from ops.reach import nats_login
@@ -21,7 +22,6 @@ from shared.limits import LOG_SHARDS
 from shared.subjects import Names
 
 NATS_PORT, POSTGRES_PORT, VALKEY_PORT = 4222, 5432, 6379
-CATALOG = RUN / "models" / "catalog.json"
 WITH_ROWS = frozenset({"conversation", "usage", OPERATOR})
 WITH_CACHE = frozenset({"conversation", "gateway"})
 WITH_MODELS = frozenset({"conversation", "gateway", "router", "replica"})
@@ -96,6 +96,15 @@ def give(path: Path, owner: str) -> None:
     os.chown(path, user.pw_uid, user.pw_gid)
 
 
+def forget_catalog(path: Path, coming: bytes | None) -> None:
+    """Take the catalog away when another is coming, so that services wait for the model step to write it.
+
+    The same one stays: a restart of everything keeps no order, and the model step may be over before we begin.
+    """
+    if coming is None or not path.exists() or path.read_bytes() != coming:
+        path.unlink(missing_ok=True)
+
+
 def main() -> None:
     region = os.environ.get("CHORUS_REGION") or "local"
     first = not (RUN / "credentials.json").exists()
@@ -110,7 +119,7 @@ def main() -> None:
     for folder in ("models", "keys"):
         (RUN / folder).mkdir(exist_ok=True)
         give(RUN / folder, OPERATOR)
-    CATALOG.unlink(missing_ok=True)  # the model step writes it again once the model is there
+    forget_catalog(CATALOG, coming(os.environ.get("CHORUS_PROFILES", ""), DATA["ops"]))
     for owner, volume in DATA.items():
         if volume.is_dir() and not any(volume.iterdir()):  # a new volume; what holds files is left as it is
             give(volume, owner)

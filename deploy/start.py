@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 RUN = Path("/run/chorus")
+CATALOG = RUN / "models" / "catalog.json"
 MODEL_S_MAX = 3600.0  # a slow line, a large model
 LOOK_EVERY_S = 0.2
 SHARES = 3  # engines on one machine, by default: two of the fast model, one of the mini model

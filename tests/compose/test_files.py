@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from deploy import setup, start
+from deploy import model, setup, start
 from deploy.requirements import requirements
 from ops.credentials import Credentials
 from ops.permissions import SERVICES, USERS, permissions
@@ -139,6 +139,43 @@ def test_a_replica_takes_the_model_of_its_role(role, model):
     env = start.replica({"CHORUS_ROLE": role} if role else {}, {"models": cards}, cores=8)
     assert (env["CHORUS_MODEL"], env["CHORUS_THREADS"]) == (model, "2")
     assert ("CHORUS_STUB" in env) == (model == "small")
+
+
+@pytest.mark.parametrize(
+    ("before", "profiles", "files", "kept"),
+    [
+        ("stub", "stub", [], True),
+        ("stub", "stub,metrics", [], True),
+        ("stub", "cpu", ["big.gguf"], False),  # another kind of model
+        ("/models/big.gguf", "cpu", ["big.gguf"], True),
+        ("/models/big.gguf", "gpu,metrics", ["big.gguf"], True),
+        ("/models/big.gguf", "cpu", ["other.gguf"], False),
+        ("/models/big.gguf", "cpu", ["big.gguf", "other.gguf"], False),  # which is not known
+        ("/models/big.gguf", "stub", ["big.gguf"], False),
+        (f"/models/{model.SMOLLM2.file_name}", "cpu", [model.SMOLLM2.file_name], True),
+        (f"/models/{model.SMOLLM2.file_name}", "cpu", [], False),  # it will be fetched again
+        ("stub", "", [], False),
+        ("stub", "cpu,stub", [], False),
+    ],
+)
+def test_a_catalog_is_forgotten_when_another_is_coming(tmp_path, before, profiles, files, kept):
+    """Setup keeps the catalog that the model step would write again, so that the two may run in any order."""
+    for name in files:
+        (tmp_path / name).touch()
+    path = tmp_path / "catalog.json"
+    model.publish(path, model.catalog(before))
+    setup.forget_catalog(path, model.coming(profiles, tmp_path))
+    assert path.exists() == kept
+
+
+def test_a_catalog_is_readable_whenever_it_is_there(tmp_path):
+    """It may be replaced, and every user may read it."""
+    path = tmp_path / "catalog.json"
+    for file in ("stub", "/models/big.gguf"):
+        model.publish(path, model.catalog(file))
+        assert path.stat().st_mode & 0o777 == 0o444
+        assert json.loads(path.read_bytes())["models"][0]["file"] == file
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_requirements_come_from_the_project():

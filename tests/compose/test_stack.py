@@ -144,6 +144,17 @@ def test_restart_of_everything_keeps_history(stack: Stack, wire: Wire) -> None:
     check_history(wire, before)
 
 
+@pytest.mark.parametrize("order", [("setup-1", "model-stub-1"), ("model-stub-1", "setup-1")])
+def test_the_steps_before_the_services_may_run_in_any_order(stack: Stack, wire: Wire, order: tuple[str, str]) -> None:
+    """A restart of everything keeps no order: whichever step is last, services that start afterwards find their model."""
+    for step in order:
+        docker("start", "--attach", stack.container(step))
+    for service in ("gateway-1", "replica-stub-1"):
+        docker("restart", stack.container(service))
+    stack.until_ready()
+    assert wire.stream(message(4)).final is not None
+
+
 def test_down_and_up_again_loses_nothing(stack: Stack, wire: Wire) -> None:
     """Containers removed and made anew: same passwords, same keys, the history is there."""
     before, passwords, keys = wire.post("/v1/responses", message(20)).json(), secrets(stack), stack.ready["keys"]
