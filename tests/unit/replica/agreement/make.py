@@ -110,17 +110,19 @@ def greedy(file: Path, out: Path) -> None:
     for module in model.modules():  # transformers 5.19 keeps its default epsilon, whatever the file says
         if hasattr(module, "variance_epsilon"):
             module.variance_epsilon = eps
-    replies = []
-    for opening in OPENINGS:
-        prompt = tokenizer(opening, add_special_tokens=False).input_ids
-        tokens: list[int] = []
-        past = model(torch.tensor([prompt]), use_cache=True)
-        while True:
-            tokens.append(int(past.logits[0, -1].argmax()))
-            if len(tokens) == NEW_TOKENS:
-                break
-            past = model(torch.tensor([tokens[-1:]]), past_key_values=past.past_key_values, use_cache=True)
-        replies.append({"prompt": prompt, "tokens": tokens})
+    prompts = [tokenizer(opening, add_special_tokens=False).input_ids for opening in OPENINGS]
+    tokens: dict[int, list[int]] = {}
+    for length in {len(prompt) for prompt in prompts}:  # those of equal length side by side: nothing is padded
+        group = [at for at, prompt in enumerate(prompts) if len(prompt) == length]
+        past = model(torch.tensor([prompts[at] for at in group]), use_cache=True)
+        columns = [past.logits[:, -1].argmax(-1, keepdim=True)]
+        while len(columns) < NEW_TOKENS:
+            past = model(columns[-1], past_key_values=past.past_key_values, use_cache=True)
+            columns.append(past.logits[:, -1].argmax(-1, keepdim=True))
+        sys.stdout.write(f"{len(group)} prompts of {length} tokens\n")
+        sys.stdout.flush()
+        tokens |= dict(zip(group, torch.cat(columns, dim=1).tolist(), strict=True))
+    replies = [{"prompt": prompt, "tokens": tokens[at]} for at, prompt in enumerate(prompts)]
     made = {"transformers": transformers.__version__, "torch": torch.__version__, "file": file.name, "replies": replies}
     out.write_text(json.dumps(made) + "\n")
     sys.stdout.write(f"{out}: {len(replies)} replies\n")
