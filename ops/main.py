@@ -74,7 +74,7 @@ def _add_up(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
 def _add_keys(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     keys = commands.add_parser("keys", help="API keys").add_subparsers(required=True, metavar="ACTION")
     create = keys.add_parser("create", help="make a key and show it, this once")
-    create.add_argument("--tier", type=Tier, choices=list(Tier), required=True)
+    create.add_argument("--tier", type=_tier, choices=list(Tier), required=True)
     create.add_argument("--user", required=True, metavar="NAME")
     create.add_argument("--org", default="default", metavar="NAME")
     create.add_argument("--label", default="", help="a note for yourself")
@@ -90,15 +90,29 @@ def _add_keys(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -
         _add_data(parser)
 
 
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+
+
+def _tier(text: str) -> Tier:
+    try:
+        return Tier(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not one of {', '.join(Tier)}") from None
+
+
 def _port(text: str) -> int:
-    port = int(text)
+    port = _whole(text)
     if not 0 < port < 65535:
         raise argparse.ArgumentTypeError("a port is 1..65534: the second gateway takes the next")
     return port
 
 
 def _positive(text: str) -> int:
-    number = int(text)
+    number = _whole(text)
     if number < 1:
         raise argparse.ArgumentTypeError("at least 1")
     return number

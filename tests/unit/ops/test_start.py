@@ -1,0 +1,37 @@
+"""What a person sees who types something wrong, or Ctrl-C at once."""
+
+import builtins
+from typing import Any
+
+import pytest
+
+from ops import main as command
+from ops.start import EXIT_INTERRUPTED, main
+
+
+def test_ctrl_c_during_the_imports_is_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    ordinary = builtins.__import__
+
+    def interrupted(name: str, *rest: Any) -> Any:
+        if name == "ops.main":
+            raise KeyboardInterrupt
+        return ordinary(name, *rest)
+
+    monkeypatch.setattr(builtins, "__import__", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == EXIT_INTERRUPTED
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["up", "--port", "abc"], "'abc' is not a whole number"),
+        (["up", "--replicas", "x"], "'x' is not a whole number"),
+        (["keys", "create", "--user", "a", "--tier", "gold"], "'gold' is not one of paid, free, background"),
+    ],
+)
+def test_a_wrong_argument_is_said_in_words(arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(arguments)
+    assert says in capsys.readouterr().err
