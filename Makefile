@@ -15,6 +15,7 @@ setup: $(INSTALLED)
 # Again only when what is installed has changed.
 $(INSTALLED): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@echo "installing what Chorus stands on into .venv: some minutes, once"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[all,dev]'
 	touch $@
 

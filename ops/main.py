@@ -65,7 +65,7 @@ def _add_up(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     up.add_argument("--replicas", type=_positive, default=REPLICAS, help="of the fast model (default %(default)s)")
     up.add_argument("--instances", type=_positive, default=1, help="of each other service (default %(default)s)")
     up.add_argument("--stub", action="store_true", help="scripted replicas that emit tokens without a model")
-    up.add_argument("--stub-tps", type=float, help="tokens per second of each stub reply")
+    up.add_argument("--stub-tps", type=_pace, help="tokens per second of each stub reply; 0: as fast as possible")
     up.add_argument("--model-file", type=Path, default=DEFAULT_FILE, help="a GGUF file (default %(default)s)")
     _add_data(up)
     up.set_defaults(run=_up)
@@ -109,6 +109,16 @@ def _port(text: str) -> int:
     if not 0 < port < 65535:
         raise argparse.ArgumentTypeError("a port is 1..65534: the second gateway takes the next")
     return port
+
+
+def _pace(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):  # NaN is neither
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens per second (0 or more)")
+    return value
 
 
 def _positive(text: str) -> int:

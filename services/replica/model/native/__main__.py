@@ -46,6 +46,9 @@ def main() -> int:
     on_x86 = platform.machine() in ("x86_64", "AMD64")
     wanted = [variant for variant in VARIANTS if (on_x86 or not variant.compile_flags) and not variant.library.exists()]
     BUILT.mkdir(exist_ok=True)
+    if wanted:
+        sys.stdout.write("compiling the native kernels: a minute or two, once\n")
+        sys.stdout.flush()
     running = [(variant, start(compiler, variant)) for variant in wanted]
     built = [variant.name for variant, process in running if finish(variant, process)]
     current = {variant.library for variant in VARIANTS}
