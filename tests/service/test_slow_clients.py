@@ -155,7 +155,7 @@ async def test_half_open_connections_cost_nobody_else_anything(world: World, con
     async with world.client() as http, http.post("/v1/responses", json={"input": "hi"}) as answer:
         assert answer.status == 200
     said = await asyncio.gather(*(rest(reader) for reader, _ in half))
-    assert sum(one == b"" for one in said) == 75
+    assert sum(one == b"" for one in said) >= 75  # and whoever was silent for too long before its turn came
     for one in said:
         if one:
             is_408(one)
