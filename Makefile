@@ -43,7 +43,7 @@ agreement: setup models
 	.venvs/agreement/bin/python -m pip install --quiet torch==2.13.0 transformers==5.19.0 accelerate safetensors gguf
 	.venvs/agreement/bin/python $(AGREEMENT)/make.py golden $(AGREEMENT)
 	.venvs/agreement/bin/python $(AGREEMENT)/make.py greedy $(MODEL) $(AGREEMENT)/greedy.json
-	CHORUS_AGREEMENT_TOKENS=64 $(BIN)/python -m pytest -n 0 tests/unit/replica/test_agreement.py tests/integration/test_agreement_real.py
+	CHORUS_AGREEMENT_TOKENS=64 $(BIN)/python -m pytest tests/unit/replica/test_agreement.py tests/integration/test_agreement_real.py
 
 # Needs a docker engine. Where no registry is reached, tests/compose/README.md says how its base images are made.
 compose-test: setup
