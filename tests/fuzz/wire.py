@@ -56,7 +56,7 @@ async def fuzz(url: str, key: str, fuzzer: Fuzzer, count: int, *, at_once: int =
 def fault(request: Request, said: bytes, status: int) -> str | None:
     """What is wrong with an answer, if anything."""
     if status >= 500:
-        return f"{status}"
+        return f"{status} {said[-200:]!r}"
     if b"Traceback" in said:
         return "a traceback"
     if status and b"\r\nx-request-id: req_" not in said:
