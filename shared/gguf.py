@@ -64,17 +64,21 @@ class TensorInfo:
     size: int  # bytes
 
 
+def map_file(path: Path) -> mmap.mmap:
+    """A model file's bytes, read when they are touched; raises ModelFileError when it is missing or empty."""
+    try:
+        with path.open("rb") as file:
+            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
+        raise ModelFileError(f"cannot read the model file {path}: {error}. {_FETCH}") from error
+
+
 class GgufFile:
     """An open model file. A context manager; views from `data` must be dropped before it is closed."""
 
     def __init__(self, path: Path) -> None:
         """Raises ModelFileError when the file is missing, empty or malformed."""
-        self.path = path
-        try:
-            with path.open("rb") as file:
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-            raise ModelFileError(f"cannot read the model file {path}: {error}. {_FETCH}") from error
+        self.path, self._map = path, map_file(path)
         try:
             reader = _Reader(self._map, path)
             self.metadata, self.tensors = _read_head(reader)

@@ -101,13 +101,13 @@ class Desk:
 
     async def until(self, reply_id: str, condition: Callable[[Log], bool], what: str) -> Log:
         """The log, once it is so."""
-        async with asyncio.timeout(20):
-            while True:
-                log = await read_log(self.bus, reply_id)
-                if condition(log):
-                    return log
-                await asyncio.sleep(0.01)
-        raise AssertionError(what)
+        try:
+            async with asyncio.timeout(20):
+                while not condition(log := await read_log(self.bus, reply_id)):
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            raise AssertionError(f"not in time: {what}") from None
+        return log
 
 
 @asynccontextmanager
@@ -200,8 +200,6 @@ async def play(at: Desk, case: Case) -> None:
 
 async def ended(at: Desk, case: Case, reply_id: str) -> None:
     log = await at.until(reply_id, lambda log: len(ends(log)) > 0, f"{case} ends")
-    await asyncio.sleep(0)
-    log = await read_log(at.bus, reply_id)
     (end,) = ends(log)
     assert log[-1].entry == end, "nothing is written after the end"
     natural = end.reason is EndReason.MAX_TOKENS

@@ -18,7 +18,7 @@ from typing import Annotated
 import msgspec
 
 from shared.errors import ModelFileError
-from shared.gguf import BLOCK_LAYOUT, TensorInfo, TensorType
+from shared.gguf import BLOCK_LAYOUT, TensorInfo, TensorType, map_file
 from shared.hf_files import read_json
 from shared.limits import GGUF_TENSORS_MAX, MODEL_SHARDS_MAX, SAFETENSORS_HEADER_BYTES_MAX
 
@@ -44,12 +44,7 @@ class SafetensorsFile:
 
     def __init__(self, path: Path) -> None:
         """Raises ModelFileError when the file is missing, empty or malformed."""
-        self.path = path
-        try:
-            with path.open("rb") as file:
-                self.map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
-            raise ModelFileError(f"cannot read the model file {path}: {error}. Fetch it again.") from error
+        self.path, self.map = path, map_file(path)
         try:
             self.tensors = _read_header(self.map, path)
         except BaseException:
