@@ -36,7 +36,7 @@ class Drill:
 _ALL = (
     Drill("stop", stopping, {"count": 40}),
     Drill("replica_sigkill", replica_kill, {"streams": 32, "kills": 2, "replies_min": 0}),
-    Drill("kill_before_first_token", before_first_token, {"hits": 12, "rounds_max": 8}),
+    Drill("kill_before_first_token", before_first_token, {"hits": 6, "rounds_max": 30}),
     Drill("replica_sigstop", replica_pause, {"streams": 16, "times": 2, "asleep_s": 2.5}),
     Drill("rolling_restart", rolling_restart, {"streams": 12, "kinds": ("conversation-1", "router-1", "relay-1")}),
     Drill("nats_sigkill", bus_kill, {"streams": 16, "kills": 2}),
