@@ -9,21 +9,30 @@ import argparse
 import sys
 import tempfile
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from bench import hardware
-from tests.drill.catalogue import DRILLS, Drill
-from tests.drill.plant import model_plant, stub_plant
+from tests.drill.catalogue import DRILLS, Drill, Plant
 from tests.drill.report import Report, write
-from tests.integration.system import ROOT, System
+from tests.integration.system import ROOT
 
 RESULTS = ROOT / "bench" / "results" / "drill.json"
 
 
-def held(drill: Drill, system: System, *, short: bool) -> Report:
+def by_plant(drills: Iterable[Drill]) -> Mapping[Plant, list[Drill]]:
+    """One system for all that are held on its kind, in their order."""
+    found: dict[Plant, list[Drill]] = {}
+    for drill in drills:
+        found.setdefault(drill.plant, []).append(drill)
+    return found
+
+
+def held(drill: Drill, planted: Any, *, short: bool) -> Report:
     began = time.monotonic()
     try:
-        report = drill.hold(system, short=short)
+        report = drill.hold(planted, short=short)
     except AssertionError as error:
         report = Report(drill.name, broken=[str(error)])
     report.figures["wall_s"] = round(time.monotonic() - began, 1)
@@ -44,12 +53,9 @@ def main() -> int:
     reports: list[Report] = []
     with tempfile.TemporaryDirectory(prefix="drill-") as folder:
         data = args.data or Path(folder)
-        for plant, name in ((stub_plant, "stub"), (model_plant, "model")):
-            wanted = [drill for drill in chosen if drill.real_model == (name == "model")]
-            if not wanted:
-                continue
-            with plant(data / name) as system:
-                reports += [held(drill, system, short=args.short) for drill in wanted]
+        for plant, wanted in by_plant(chosen).items():
+            with plant(data / plant.__name__) as planted:
+                reports += [held(drill, planted, short=args.short) for drill in wanted]
     if not args.short:
         write(reports, hardware.describe(("nats-py", "aiohttp", "uvloop", "msgspec")), args.out)
     return 0 if all(report.passed for report in reports) else 1

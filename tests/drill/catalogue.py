@@ -1,13 +1,18 @@
 """Every drill by name, in the order they are held: its full form, and the short one that the tests run."""
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from tests.drill.before_first_token import before_first_token
 from tests.drill.bus_kill import bus_kill
+from tests.drill.cut_off import cut_off
+from tests.drill.cuttable_bus import Cut
 from tests.drill.malformed import malformed
 from tests.drill.pairs import pairs
+from tests.drill.plant import cuttable_plant, model_plant, stub_plant
 from tests.drill.real_model import real_model
 from tests.drill.replica_kill import replica_kill
 from tests.drill.replica_pause import replica_pause
@@ -15,20 +20,21 @@ from tests.drill.report import Report
 from tests.drill.rolling import rolling_restart
 from tests.drill.stopping import stopping
 from tests.drill.stores import postgres_stop, valkey
-from tests.integration.system import System
+
+Plant = Callable[[Path], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
 class Drill:
-    """`short` are the arguments of the shortened form; without any it runs as it is."""
+    """`run` takes what `plant` yields; `short` are the arguments of the shortened form."""
 
     name: str
     run: Callable[..., Report]
     short: Mapping[str, Any] = field(default_factory=dict)
-    real_model: bool = False
+    plant: Plant = stub_plant
 
-    def hold(self, system: System, *, short: bool) -> Report:
-        report = self.run(system, **(self.short if short else {}))
+    def hold(self, planted: Any, *, short: bool) -> Report:
+        report = self.run(planted, **(self.short if short else {}))
         report.name = self.name
         return report
 
@@ -44,6 +50,12 @@ _ALL = (
     Drill("postgres_immediate_stop", postgres_stop, {"streams": 12, "times": 2}),
     Drill("valkey_kill_pause_flush", valkey, {"streams": 12, "asleep_s": 2.0}),
     Drill("malformed_messages", malformed, {"count": 3_000}),
-    Drill("real_model_sigkill", real_model, {"count": 4, "kills": 1}, real_model=True),
+    Drill(
+        "cut_off",
+        cut_off,
+        {"streams": 12, "names": ("replica-1", "router-1"), "kinds": (Cut.SILENT,), "times": 1, "away_s": 4.0},
+        plant=cuttable_plant,
+    ),
+    Drill("real_model_sigkill", real_model, {"count": 4, "kills": 1}, plant=model_plant),
 )
 DRILLS: Mapping[str, Drill] = {drill.name: drill for drill in _ALL}
