@@ -46,6 +46,10 @@ def settings(
             "max_memory_store": _MEMORY_BYTES,
         },
         "authorization": {"users": users},
+        # Whoever does not answer leaves his queue groups after 15 s; the server's own 2 minutes would lose every
+        # other request to one of two that sleep or cannot be reached.
+        "ping_interval": "5s",
+        "ping_max": 2,
     }
 
 
