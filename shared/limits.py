@@ -15,8 +15,11 @@ ACK_WAIT_S = 2.0  # an unextended lane delivery comes back after this: a questio
 LEASE_EXTEND_S = 0.5
 STUCK_STEP_FACTOR = 3.0  # "stuck" = this many times the predicted step
 STUCK_STEP_S_MIN = 1.0  # and at least this: a short step on a busy machine is not stuck
-ATTEMPTS_MAX = 3  # `open` entries of one reply; then it ends as `failed`
-OPENS_MAX = 12  # the same with those that were refused or handed back, which are not held against the reply
+ATTEMPTS_MAX = 3  # of a reply, in a row and without a token written; then it ends as `failed`
+ATTEMPTS_LOST_MAX = 6  # of a reply, however much they wrote
+OPENS_MAX = (
+    12  # `open` entries of one reply, with those that were refused or handed back, which are not held against the reply
+)
 ASK_TIMEOUT_S = 0.5  # one question to a replica; then it is asked again
 UNANSWERED_S = 3.0  # questions unanswered this long with no log progress are a verdict
 PROGRESS_CHECK_S = 0.15  # a silent replica's log is read twice, this far apart, before the verdict
@@ -241,7 +244,7 @@ assert LOG_AGE_S >= REQUEST_DEADLINE_S + 600.0, "a live reply must never lose it
 assert IDLE_END_S > 2 * PRESENCE_S, "one lost presence message must not end a reply"
 assert CHUNK_INTERVAL_S_MIN < CHUNK_INTERVAL_S_MAX < READER_QUIET_S
 assert CHUNK_INTERVAL_S_MAX < PROGRESS_CHECK_S, "a decoding replica must show progress between two looks"
-assert ATTEMPTS_MAX < OPENS_MAX
+assert ATTEMPTS_MAX < ATTEMPTS_LOST_MAX < OPENS_MAX
 assert COMMAND_ANSWER_S > LOG_END_S, "a canceller at work must not be taken for lost"
 assert BUS_RECONNECT_S_MIN < BUS_RECONNECT_S_MAX < ACK_WAIT_S, "a short loss of the bus must not cost a lease"
 assert SAFETY_PHRASE_CHARS_MAX * 3 < SAFETY_OVERLAP_CHARS, "a phrase cut by one window must stand whole in another"

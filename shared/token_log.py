@@ -19,7 +19,7 @@ from enum import Enum
 from itertools import repeat
 
 from shared.errors import TokenLogError
-from shared.limits import ATTEMPTS_MAX, CHUNK_TOKENS_MAX, EVENT_GAP, OPENS_MAX
+from shared.limits import ATTEMPTS_LOST_MAX, ATTEMPTS_MAX, CHUNK_TOKENS_MAX, EVENT_GAP, OPENS_MAX
 from shared.messages import (
     Accepted,
     Chunk,
@@ -72,6 +72,7 @@ class LogView:
     open_seq: int = 0
     attempts: int = 0
     returned: int = 0  # of the attempts, those refused or handed back
+    fruitless: int = 0  # of the attempts before this one, the last in a row that were lost without a token
     ids: list[int] = field(default_factory=list)
     texts: list[str] = field(default_factory=list)  # per token, the text it releases
     cached_tokens: int = 0
@@ -115,7 +116,28 @@ class LogView:
             raise TokenLogError(f"open at token {entry.first_index}, but the log holds {len(self.ids)}")
         if entry.returned - self.returned not in (0, min(1, self.attempts)):
             raise TokenLogError(f"{entry.returned} of {self.attempts} attempts given back, after {self.returned}")
+        self.fruitless = self._fruitless(given_back=entry.returned > self.returned)
         self.opened, self.open_seq, self.attempts, self.returned = entry, seq, entry.attempt, entry.returned
+
+    def _fruitless(self, *, given_back: bool) -> int:
+        """The same with the last attempt, which is over."""
+        if self.opened is None or len(self.ids) > self.opened.first_index:
+            return 0
+        return self.fruitless + (not given_back)
+
+    def attempts_left(self, *, given_back: bool = False) -> int:
+        """How often it may be opened again, now that the last attempt is over.
+
+        Attempts are counted by `open` entries, never by deliveries. Those given back unharmed do not count, and those
+        that wrote something begin the count anew, up to a bound: a reply that kills engines does so at one place, one
+        whose replicas were killed beside it goes on. `given_back` says of the last what only the next `open` will say.
+        """
+        spent = self.attempts - self.returned - given_back
+        return min(
+            ATTEMPTS_MAX - self._fruitless(given_back=given_back),
+            ATTEMPTS_LOST_MAX - spent,
+            OPENS_MAX - self.attempts,
+        )
 
     def _chunk(self, entry: Chunk) -> None:
         if self.opened is None or entry.attempt != self.opened.attempt:
@@ -190,15 +212,6 @@ def chunk_texts(chunk: Chunk) -> list[str]:
     if start != len(chunk.text):
         raise TokenLogError(f"text of {len(chunk.text)} characters, but tokens end at {start}")
     return texts
-
-
-def attempts_left(view: LogView, *, given_back: bool = False) -> int:
-    """Attempts are counted by `open` entries, never by deliveries; those given back unharmed do not count.
-
-    `given_back` says that of the last one, which only the next `open` will say in the log.
-    """
-    spent = view.attempts - view.returned - given_back
-    return min(ATTEMPTS_MAX - spent, OPENS_MAX - view.attempts)
 
 
 # --- a canceller ------------------------------------------------------------------------------------------

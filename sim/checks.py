@@ -13,9 +13,10 @@ None of it knows leases, writers or merges; each checker states a fact and raise
 from collections import defaultdict, deque
 from typing import TYPE_CHECKING, Any
 
-from shared.limits import ATTEMPTS_MAX, IDLE_END_S, OPENS_MAX
+from shared.limits import IDLE_END_S
 from shared.messages import Accepted, Chunk, Dispatch, End, EndedReply, Entry, Open, SequencedEntry, unpack_ids
 from shared.outcomes import EndReason
+from sim.opens import may_go_on, too_many
 from sim.script import token
 from sim.trace import brief
 from sim.world import Process, RuleBrokenError, World
@@ -114,7 +115,7 @@ class Checks:
         if entry.first_index != len(facts.ids):
             detail = f"{entry.first_index}, but there are {len(facts.ids)}"
             self.fail("an open says how many tokens stand", detail)
-        if entry.attempt - entry.returned > ATTEMPTS_MAX or entry.attempt > OPENS_MAX:
+        if too_many([*facts.opens, entry], len(facts.ids)):
             self.fail("attempts are bounded", f"attempt {entry.attempt}, {entry.returned} given back")
         if facts.opens:
             self.failovers += 1
@@ -142,9 +143,9 @@ class Checks:
             self.fail("a reason is true", f"idle by {by.name} after {age_s:.1f} s")
         if end.reason is EndReason.EXPIRED and age_s < facts.accepted.deadline_s:
             self.fail("a reason is true", f"expired by {by.name} before the deadline")
-        spent = len(facts.opens) - (facts.opens[-1].returned if facts.opens else 0)
-        if end.reason is EndReason.FAILED and spent < ATTEMPTS_MAX and len(facts.opens) < OPENS_MAX:
-            self.fail("three attempts before it fails", f"{by.name} gave up after {spent}: {end.detail}")
+        if end.reason is EndReason.FAILED and may_go_on(facts.opens, len(facts.ids)):
+            detail = f"{by.name} gave up after {len(facts.opens)} opens: {end.detail}"
+            self.fail("three attempts before it fails", detail)
         if end.reason.natural and len(facts.ids) != facts.accepted.budget:
             self.fail("a natural end is complete", f"{len(facts.ids)} of {facts.accepted.budget} tokens")
 

@@ -18,7 +18,8 @@ Rules (why: docs/adr/0002-leases-and-redelivery.md):
 - A new `open` needs a refusal, a hand-back, a report that the attempt is over, a replica that is suspect or does not
   answer *and* a log that did not grow meanwhile, or one that says it runs but lets its lease lapse again and again.
 - Attempts are counted in the log. An `open` whose replica refused it or handed it back is named so by the next `open`
-  (`returned`) and does not count; if the router dies in between it does count, which errs on the safe side.
+  (`returned`) and does not count; if the router dies in between it does count, which errs on the safe side. One that
+  wrote something begins the count anew (docs/adr/0011-attempts-that-wrote.md).
 - An `open` after which nothing was written may be dispatched again, to the same replica only: a replica takes a
   dispatch of the same (reply, attempt) once. So a lost dispatch costs no attempt and no second writer.
 - The message is acked when an `end` stands and `ENDED` has stored the reply, never before. It is given back (nak) only
@@ -90,7 +91,7 @@ from shared.limits import (
 )
 from shared.messages import Ask, Dispatch, Open, pack_ids
 from shared.outcomes import EndReason
-from shared.token_log import LogView, attempts_left
+from shared.token_log import LogView
 
 # --- one reply ---------------------------------------------------------------------------------------------
 
@@ -303,7 +304,7 @@ class Lease:
         return self._unanswered_s is not None and now >= self._unanswered_s + UNANSWERED_S
 
     def _attempt_over(self, now: float) -> list[Command]:
-        if attempts_left(self.view, given_back=self._returned == self.view.attempts) <= 0:
+        if self.view.attempts_left(given_back=self._returned == self.view.attempts) <= 0:
             return self._end(EndReason.FAILED, "The model could not finish this reply. Please try again.", now)
         return self._wait(now)
 

@@ -29,13 +29,14 @@ class Account(NamedTuple):
 
 @dataclass(frozen=True)
 class Sums:
-    """`engine_s` is what the fleet is paid for; the rest says what came of it."""
+    """`core_s` is what is paid for (seconds of a core or a GPU); the rest says what came of it."""
 
     attempts: int = 0
     input_tokens: int = 0
     cached_tokens: int = 0
     output_tokens: int = 0
     engine_s: float = 0.0
+    core_s: float = 0.0
 
     def plus(self, record: UsageRecord) -> "Sums":
         return replace(
@@ -45,12 +46,18 @@ class Sums:
             cached_tokens=self.cached_tokens + record.cached_tokens,
             output_tokens=self.output_tokens + record.output_tokens,
             engine_s=self.engine_s + record.engine_s,
+            core_s=self.core_s + core_seconds(record),
         )
 
     @property
-    def engine_s_per_million(self) -> float | None:
-        """Engine seconds per million output tokens; None before there is any."""
-        return self.engine_s / self.output_tokens * 1e6 if self.output_tokens else None
+    def core_s_per_million(self) -> float | None:
+        """Seconds of a core per million output tokens; None before there is any."""
+        return self.core_s / self.output_tokens * 1e6 if self.output_tokens else None
+
+
+def core_seconds(record: UsageRecord) -> float:
+    """What an attempt cost. A replica of an earlier version tells the engine's seconds only."""
+    return record.engine_s if record.core_s is None else record.core_s
 
 
 def key_of(record: UsageRecord) -> AttemptKey:
@@ -92,8 +99,8 @@ def fault(record: UsageRecord) -> str | None:
         return f"attempt {record.attempt}"
     if not 0 <= record.cached_tokens <= record.input_tokens:
         return f"{record.cached_tokens} cached of {record.input_tokens} input tokens"
-    if record.output_tokens < 0 or not 0 <= record.engine_s < float("inf"):
-        return f"{record.output_tokens} output tokens in {record.engine_s} s"
+    if record.output_tokens < 0 or not all(0 <= s < float("inf") for s in (record.engine_s, core_seconds(record))):
+        return f"{record.output_tokens} output tokens in {record.engine_s} s, {record.core_s} s of a core"
     if not 0 <= record.at_s < _YEAR_9999_S:
         return f"at {record.at_s} s"
     texts = (record.reply_id, record.org, record.user, record.model, record.replica)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from services.usage.ledger import AttemptKey, fault, first_of_each
+from services.usage.ledger import AttemptKey, core_seconds, fault, first_of_each
 from services.usage.settings import UsageSettings
 from services.usage.store import LedgerStore, RowRefusedError
 from shared import clock
@@ -160,6 +160,7 @@ class UsageService:
             self._count.tokens.labels("cached", *labels).inc(record.cached_tokens)
             self._count.tokens.labels("output", *labels).inc(record.output_tokens)
             self._count.engine_s.labels(*labels).inc(record.engine_s)
+            self._count.core_s.labels(*labels).inc(core_seconds(record))
 
     async def _ack(self, deliveries: Sequence[Delivery]) -> None:
         """An ack that is lost costs a redelivery, which changes nothing."""
@@ -202,6 +203,7 @@ class _Counts:
         self.records = metrics.counter("usage_records_total", "cost records, by what became of them", ("outcome",))
         self.tokens = metrics.counter("usage_tokens_total", "tokens charged", ("kind", "tier", "model"))
         self.engine_s = metrics.counter("usage_engine_seconds_total", "engine seconds charged", ("tier", "model"))
+        self.core_s = metrics.counter("usage_core_seconds_total", "core or GPU seconds charged", ("tier", "model"))
         self.commit_s = metrics.histogram("usage_commit_seconds", "one batch into the ledger")
         self.lag_s = metrics.gauge("usage_lag_seconds", "age of the oldest record of the last batch committed")
         self.failures = metrics.counter("usage_ledger_away_total", "tries to write while the database was away")

@@ -15,16 +15,16 @@ from shared.tiers import Tier
 _MIGRATIONS = Path(__file__).parent / "migrations"
 _INSERT = """
 INSERT INTO usage_records (reply_id, attempt, org_id, user_id, tier, model, replica,
-                           input_tokens, cached_tokens, output_tokens, engine_s, at)
+                           input_tokens, cached_tokens, output_tokens, engine_s, core_s, at)
 SELECT * FROM unnest($1::text[], $2::int[], $3::text[], $4::text[], $5::text[], $6::text[], $7::text[],
-                     $8::bigint[], $9::bigint[], $10::bigint[], $11::float8[], $12::timestamptz[])
+                     $8::bigint[], $9::bigint[], $10::bigint[], $11::float8[], $12::float8[], $13::timestamptz[])
 ON CONFLICT (reply_id, attempt) DO NOTHING
 RETURNING reply_id, attempt
 """
 _SUMS = """
 SELECT tier, model, count(*) AS attempts, sum(input_tokens)::bigint AS input_tokens,
        sum(cached_tokens)::bigint AS cached_tokens, sum(output_tokens)::bigint AS output_tokens,
-       sum(engine_s) AS engine_s
+       sum(engine_s) AS engine_s, sum(coalesce(core_s, engine_s)) AS core_s
 FROM usage_records
 WHERE at >= $1 AND at < $2 AND ($3::text IS NULL OR org_id = $3)
 GROUP BY tier, model
@@ -62,6 +62,7 @@ class LedgerStore:
             [row.cached_tokens for row in rows],
             [row.output_tokens for row in rows],
             [row.engine_s for row in rows],
+            [row.core_s for row in rows],
             [datetime.fromtimestamp(row.at_s, UTC) for row in rows],
         )
         try:
@@ -83,6 +84,7 @@ class LedgerStore:
                 cached_tokens=row["cached_tokens"],
                 output_tokens=row["output_tokens"],
                 engine_s=row["engine_s"],
+                core_s=row["core_s"],
             )
             for row in rows
         }

@@ -6,9 +6,10 @@ None of it knows leases, writers or merges; each check states a fact and raises 
 from collections import deque
 from typing import TYPE_CHECKING
 
-from shared.limits import ATTEMPTS_MAX, IDLE_END_S, OPENS_MAX
+from shared.limits import IDLE_END_S
 from shared.messages import Accepted, Chunk, Dispatch, End, EndedReply, Open, SequencedEntry, unpack_ids
 from shared.outcomes import EndReason
+from sim.opens import may_go_on, too_many
 from sim.trace import brief
 from tests.model.world import Process, RuleBrokenError, World
 
@@ -83,7 +84,7 @@ class Checks:
             self.fail("attempts count up by one", f"attempt {entry.attempt} after {len(self.opens)}")
         if entry.first_index != len(self.ids):
             self.fail("an open says how many tokens stand", f"{entry.first_index}, but there are {len(self.ids)}")
-        if entry.attempt - entry.returned > ATTEMPTS_MAX or entry.attempt > OPENS_MAX:
+        if too_many([*self.opens, entry], len(self.ids)):
             self.fail("attempts are bounded", f"attempt {entry.attempt}, {entry.returned} given back")
         if self.opens:
             self._open_needed(self.opens[-1], by)
@@ -108,9 +109,8 @@ class Checks:
             self.fail("a reason is true", f"idle by {by.name} with a client attached")
         if end.reason is EndReason.EXPIRED and self.world.now < swarm.deadline_s:
             self.fail("a reason is true", f"expired by {by.name} before the deadline")
-        spent = len(self.opens) - (self.opens[-1].returned if self.opens else 0)
-        if end.reason is EndReason.FAILED and spent < ATTEMPTS_MAX and len(self.opens) < OPENS_MAX:
-            self.fail("three attempts before it fails", f"{by.name} gave up after {spent} of {len(self.opens)} opens")
+        if end.reason is EndReason.FAILED and may_go_on(self.opens, len(self.ids)):
+            self.fail("three attempts before it fails", f"{by.name} gave up after {len(self.opens)} opens")
         if end.reason.natural and len(self.ids) != swarm.length:
             self.fail("a natural end is complete", f"{len(self.ids)} of {swarm.length} tokens")
 

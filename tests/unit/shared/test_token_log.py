@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shared.errors import TokenLogError
-from shared.limits import ATTEMPTS_MAX, CHUNK_TOKENS_MAX, EVENT_GAP, OPENS_MAX, OUTPUT_TOKENS_MAX
+from shared.limits import ATTEMPTS_LOST_MAX, ATTEMPTS_MAX, CHUNK_TOKENS_MAX, EVENT_GAP, OPENS_MAX, OUTPUT_TOKENS_MAX
 from shared.messages import (
     Accepted,
     Chunk,
@@ -32,7 +32,6 @@ from shared.token_log import (
     LogView,
     LogWriter,
     WriterState,
-    attempts_left,
     chunk_texts,
     closing_event,
     end_move,
@@ -202,21 +201,41 @@ def view_with_opens(*returned: int) -> LogView:
 
 
 def test_attempts_are_counted_by_opens():
-    """Three opens, and none is left, however often the message was delivered."""
-    assert [attempts_left(view_with_opens(*[0] * count)) for count in range(ATTEMPTS_MAX + 1)] == [3, 2, 1, 0]
+    """Three opens that wrote nothing, and none is left, however often the message was delivered."""
+    assert [view_with_opens(*[0] * count).attempts_left() for count in range(ATTEMPTS_MAX + 1)] == [3, 2, 1, 0]
 
 
 def test_attempts_given_back_do_not_count():
     """What a replica refused or handed back is not held against the reply."""
-    assert attempts_left(view_with_opens(0, 1, 2)) == ATTEMPTS_MAX - 1
-    assert attempts_left(view_with_opens(0, 0, 0), given_back=True) == 1
+    assert view_with_opens(0, 1, 2).attempts_left() == ATTEMPTS_MAX - 1
+    assert view_with_opens(0, 0, 0).attempts_left(given_back=True) == 1
 
 
 def test_given_back_attempts_are_bounded_too():
     """A reply that is refused everywhere does not go round for ever."""
     view = view_with_opens(*range(OPENS_MAX))
-    assert attempts_left(view) == 0
-    assert attempts_left(view, given_back=True) == 0
+    assert view.attempts_left() == 0
+    assert view.attempts_left(given_back=True) == 0
+
+
+def test_an_attempt_that_wrote_something_begins_the_count_anew():
+    """Replicas killed beside a reply are not its fault: it goes on while it grows, up to a bound."""
+    entries = [accepted()]
+    left = []
+    for attempt in range(1, ATTEMPTS_LOST_MAX + 1):
+        entries += [opened(attempt, first_index=attempt - 1), chunk(attempt - 1, ["a"], attempt=attempt)]
+        left.append(view_of(*entries).attempts_left())
+    assert left == [3, 3, 3, 2, 1, 0]
+
+
+def test_a_reply_that_kills_engines_at_one_place_fails_there():
+    """The first attempt wrote, three more die where it died."""
+    entries = [accepted(), opened(1), chunk(0, ["a"])]
+    left = []
+    for attempt in range(2, 5):
+        entries.append(opened(attempt, first_index=1))
+        left.append(view_of(*entries).attempts_left())
+    assert left == [2, 1, 0]
 
 
 # --- event numbers ---------------------------------------------------------------------------------------

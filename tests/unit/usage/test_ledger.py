@@ -69,8 +69,8 @@ def test_the_first_record_of_an_attempt_stands():
 
 def test_cost_per_million_tokens():
     """Engine seconds per million output tokens; nothing to say before there are tokens."""
-    assert Sums().engine_s_per_million is None
-    assert Sums().plus(record(output_tokens=500, engine_s=1.0)).engine_s_per_million == pytest.approx(2000.0)
+    assert Sums().core_s_per_million is None
+    assert Sums().plus(record(output_tokens=500, engine_s=1.0, core_s=2.0)).core_s_per_million == pytest.approx(4000.0)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +83,8 @@ def test_cost_per_million_tokens():
         {"engine_s": -0.1},
         {"engine_s": math.inf},
         {"engine_s": math.nan},
+        {"core_s": -0.1},
+        {"core_s": math.nan},
         {"at_s": math.nan},
         {"at_s": 1e18},
         {"user": "a\0b"},
