@@ -5,13 +5,12 @@ for templates. What the file wants to add around a text (a first token, say) is 
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from shared.bytes_of_tokens import byte_level_bytes, decode_bytes, printable
+from shared.bytes_of_tokens import byte_level_bytes
 from shared.errors import ModelFileError
 from shared.hf_files import (
     CHAT_TEMPLATE,
@@ -23,6 +22,7 @@ from shared.hf_files import (
     read_bytes,
     read_json,
 )
+from shared.library_tokenizer import LibraryTokenizer
 from shared.limits import VOCABULARY_MAX
 
 
@@ -66,7 +66,7 @@ class _Settings(msgspec.Struct):
     eos_token: str | _Token | None = None
 
 
-class HfTokenizer:
+class HfTokenizer(LibraryTokenizer):
     """BPE with byte-level letters or with SentencePiece's spaces and byte tokens; `Tokenizer` of shared.tokenizer."""
 
     def __init__(self, folder: Path, end_names: frozenset[str]) -> None:
@@ -78,8 +78,8 @@ class HfTokenizer:
         settings = _optional(folder / TOKENIZER_CONFIG, _Settings)
         config, generation = _optional(folder / CONFIG, _Ends), _optional(folder / GENERATION_CONFIG, _Ends)
         self.name = folder.resolve().name
-        self.special_ids: Mapping[str, int] = {token.content: token.id for token in file.added_tokens if token.special}
-        self.token_bytes: Sequence[bytes] = _token_bytes(file, config.vocab_size, folder)
+        self.special_ids = {token.content: token.id for token in file.added_tokens if token.special}
+        self.token_bytes = _token_bytes(file, config.vocab_size, folder)
         ends = {*_listed(config.eos_token_id), *_listed(generation.eos_token_id)}
         named = end_names | {settings.eos_token if isinstance(settings.eos_token, str) else ""}
         named |= {settings.eos_token.content if isinstance(settings.eos_token, _Token) else ""}
@@ -90,19 +90,6 @@ class HfTokenizer:
         self.chat_template = _template(folder, settings)
         self.revision = hashlib.blake2b(data + self.chat_template.encode(), digest_size=8).hexdigest()
         self._plain, self._template = (_build(data, folder, control=control) for control in (False, True))
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self.token_bytes)
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._plain.encode(printable(text), add_special_tokens=False).ids)
-
-    def encode_template(self, text: str) -> list[int]:
-        return list(self._template.encode(printable(text), add_special_tokens=False).ids)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return decode_bytes(self.token_bytes, ids)
 
 
 def _optional(path: Path, type_: Any) -> Any:

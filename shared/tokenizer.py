@@ -14,11 +14,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from shared.bytes_of_tokens import byte_level_bytes, decode_bytes, printable
+from shared.bytes_of_tokens import byte_level_bytes, decode_bytes
 from shared.catalog import STUB_FILE
 from shared.errors import ModelFileError
 from shared.gguf import GgufFile
 from shared.hf_tokenizer import HfTokenizer
+from shared.library_tokenizer import LibraryTokenizer
 
 STUB_WORDS = 1024
 # Control tokens that end a reply wherever a vocabulary has them, besides the file's own end token.
@@ -89,7 +90,7 @@ def load_tokenizer(source: Path | str) -> Tokenizer:
 _NORMAL, _CONTROL, _USER_DEFINED, _UNUSED = 1, 3, 4, 5  # the file format's token types
 
 
-class GgufTokenizer:
+class GgufTokenizer(LibraryTokenizer):
     """Byte-level BPE of a GGUF file (`tokenizer.ggml.model` = gpt2) through the `tokenizers` library.
 
     A byte that the vocabulary has no token for (in SmolLM2 a few ASCII controls) is dropped, as its authors do.
@@ -99,14 +100,12 @@ class GgufTokenizer:
         """Raises ModelFileError when the file's vocabulary is of a kind that is not read."""
         tokens, types, merges = _read_vocabulary(file)
         self.name = file.text("general.name", file.path.stem)
-        self.special_ids: Mapping[str, int] = {
-            token: index for index, token in enumerate(tokens) if types[index] == _CONTROL
-        }
+        self.special_ids = {token: index for index, token in enumerate(tokens) if types[index] == _CONTROL}
         end = file.integer("tokenizer.ggml.eos_token_id")
         ends = {index for token, index in self.special_ids.items() if token in _END_NAMES}
         self.stop_ids = frozenset(ends | {end})
         self.chat_template = file.text("tokenizer.chat_template", "")
-        self.token_bytes: Sequence[bytes] = [_bytes_of(token, kind) for token, kind in zip(tokens, types, strict=True)]
+        self.token_bytes = [_bytes_of(token, kind) for token, kind in zip(tokens, types, strict=True)]
         self.revision = _revision(tokens, types, merges, self.chat_template)
         pre = file.text("tokenizer.ggml.pre", "gpt-2")
         visible = [token for token, kind in zip(tokens, types, strict=True) if kind == _USER_DEFINED]
@@ -118,19 +117,6 @@ class GgufTokenizer:
             raise ModelFileError(
                 f"{file.path}: its vocabulary cannot be used: {error}. Choose another file."
             ) from error
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self.token_bytes)
-
-    def encode(self, text: str) -> list[int]:
-        return list(self._plain.encode(printable(text), add_special_tokens=False).ids)
-
-    def encode_template(self, text: str) -> list[int]:
-        return list(self._template.encode(printable(text), add_special_tokens=False).ids)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        return decode_bytes(self.token_bytes, ids)
 
 
 def _read_vocabulary(file: GgufFile) -> tuple[list[str], list[int], list[tuple[str, str]]]:
