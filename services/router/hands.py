@@ -112,8 +112,11 @@ class Hands:
         reply_id, ticket = command.reply_id, command.ticket
         end = End(reason=command.reason, by=self._router, detail=command.detail, ended_s=clock.wall_s())
         try:
-            await self._store.end(reply_id, end)
-        except (BusError, LogGoneError, TokenLogError):
+            if command.after_seq is None:
+                await self._store.end(reply_id, end)
+            else:
+                await self._store.append(reply_id, command.after_seq, encode(end), APPEND_TIMEOUT_S)
+        except (WrongLastSequenceError, BusError, LogGoneError, TokenLogError):
             return EndFailed(reply_id=reply_id, ticket=ticket)
         return EndStands(reply_id=reply_id, ticket=ticket)
 

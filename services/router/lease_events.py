@@ -230,11 +230,15 @@ class AskReplica(Command):
 
 @dataclass(frozen=True, kw_only=True)
 class AppendEnd(Command):
-    """Read and append until an `end` stands -> EndStands | EndFailed, within LOG_END_S"""
+    """Read and append until an `end` stands -> EndStands | EndFailed, within LOG_END_S
+
+    With `after_seq` once, after that entry only: the log that gave the reason may have grown since it was read.
+    """
 
     ticket: int
     reason: EndReason
     detail: str
+    after_seq: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

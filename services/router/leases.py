@@ -149,6 +149,7 @@ class Lease:
         self._extend_at = now + LEASE_EXTEND_S
         self._opening: Open | None = None
         self._ending: tuple[EndReason, str] | None = None  # decided and not yet standing
+        self._ends_anyhow = True  # whatever the log says by then
         # what is known of the last attempt in the log
         self._taken = 0  # the attempt that its replica has confirmed to us
         self._over = 0  # the attempt that is over: its replica says so, or we gave it up
@@ -305,7 +306,8 @@ class Lease:
 
     def _attempt_over(self, now: float) -> list[Command]:
         if self.view.attempts_left(given_back=self._returned == self.view.attempts) <= 0:
-            return self._end(EndReason.FAILED, "The model could not finish this reply. Please try again.", now)
+            detail = "The model could not finish this reply. Please try again."
+            return self._end(EndReason.FAILED, detail, now, after_seq=self.view.last_seq)
         return self._wait(now)
 
     # --- waiting: queued for placement
@@ -473,10 +475,17 @@ class Lease:
     def _expire(self, now: float) -> list[Command]:
         return self._end(EndReason.EXPIRED, "The reply was not finished before its deadline.", now)
 
-    def _end(self, reason: EndReason, detail: str, now: float) -> list[Command]:
-        self._ending = (reason, detail)
+    def _end(self, reason: EndReason, detail: str, now: float, *, after_seq: int | None = None) -> list[Command]:
+        self._ending, self._ends_anyhow = (reason, detail), after_seq is None
         self._go(State.ENDING, now + COMMAND_ANSWER_S)
-        return [AppendEnd(reply_id=self.reply_id, ticket=self._next_ticket(), reason=reason, detail=detail)]
+        ticket = self._next_ticket()
+        return [AppendEnd(reply_id=self.reply_id, ticket=ticket, reason=reason, detail=detail, after_seq=after_seq)]
+
+    def _end_failed(self, _: EndFailed, now: float) -> list[Command]:
+        """Again, unless the reason lay in a log that has grown since: then it is looked at anew."""
+        if not self._ends_anyhow:
+            self._ending = None
+        return self._pause(now, LEASE_RETRY_S)
 
     def _end_stands(self, _: EndStands, now: float) -> list[Command]:
         assert self._ending is not None
@@ -574,7 +583,7 @@ class Lease:
             ReplicaSuspect: _suspected,
             ReplicaRestarted: _suspected,
         },
-        State.ENDING: {**_COMMON, EndStands: _end_stands, EndFailed: _pause_on, CancelHeard: _ignore},
+        State.ENDING: {**_COMMON, EndStands: _end_stands, EndFailed: _end_failed, CancelHeard: _ignore},
         State.ARCHIVING: {**_COMMON, Archived: _archived, ArchiveFailed: _pause_on, CancelHeard: _ignore},
         State.GONE: {},
     }

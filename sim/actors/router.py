@@ -219,11 +219,24 @@ class Router(Process):
         self.world.call(self, server, serve, answered, timeout_s)
 
     def _append_end(self, command: lease.AppendEnd) -> None:
-        def done(view: LogView | None) -> None:
-            self._answer(lease.EndStands if view is not None else lease.EndFailed, command)
-
         end = End(reason=command.reason, by=self.id, detail=command.detail)
-        Ender(self.region, self, command.reply_id, end, done).go()
+
+        def stands(it_does: bool) -> None:
+            self._answer(lease.EndStands if it_does else lease.EndFailed, command)
+
+        def done(view: LogView | None) -> None:
+            stands(view is not None)
+
+        def serve() -> tuple[int | None]:
+            return (self.region.bus.append(command.reply_id, command.after_seq, end, self),)
+
+        def answered(answer: tuple[int | None] | None) -> None:
+            stands(answer is not None and answer[0] is not None)
+
+        if command.after_seq is None:
+            Ender(self.region, self, command.reply_id, end, done).go()
+        else:
+            self.world.call(self, self.region.bus, serve, answered, self.region.swarm.append_timeout_s)
 
     def _announce_end(self, command: lease.AnnounceEnd) -> None:
         self.region.announce(command.reply_id, command.reason)

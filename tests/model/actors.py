@@ -539,7 +539,18 @@ class Router(Process):
         def done(stands: bool) -> None:
             self._answer(lease.EndStands if stands else lease.EndFailed, command.ticket)
 
-        Ender(self.scene, self, End(reason=command.reason, by=self.id, detail=command.detail), done).go()
+        end = End(reason=command.reason, by=self.id, detail=command.detail)
+        if command.after_seq is None:
+            Ender(self.scene, self, end, done).go()
+            return
+
+        def serve() -> tuple[int | None]:
+            return (self.scene.log.append(command.after_seq, end, self),)
+
+        def answered(answer: tuple[int | None] | None) -> None:
+            done(answer is not None and answer[0] is not None)
+
+        self.world.call(self, None, serve, answered, self.world.swarm.append_timeout_s)
 
     def _announce_end(self, _: lease.AnnounceEnd) -> None:
         self.scene.announce()

@@ -16,6 +16,7 @@ from services.router.lease_events import (
     DispatchTaken,
     DispatchUnknown,
     EndFailed,
+    EndStands,
     LogRead,
     OpenAppended,
     OpenRefused,
@@ -83,6 +84,7 @@ SENDING = SendDispatch(reply_id=REPLY, ticket=7, replica="replica-1", dispatch=d
 ASKING = AskReplica(
     reply_id=REPLY, ticket=7, replica="replica-1", ask=Ask(reply_id=REPLY, router="router-1", ack_subject="a")
 )
+FAILING = AppendEnd(reply_id=REPLY, ticket=7, reason=EndReason.FAILED, detail="", after_seq=3)
 READING = ReadLog(reply_id=REPLY, ticket=7)
 TIMEOUT, NOBODY = BusTimeoutError("t"), NoRespondersError("n")
 
@@ -101,12 +103,21 @@ TIMEOUT, NOBODY = BusTimeoutError("t"), NoRespondersError("n")
         (ASKING, b"", AskUnanswered),
         (READING, TIMEOUT, ReadFailed),
         (AppendEnd(reply_id=REPLY, ticket=7, reason=EndReason.FAILED, detail=""), NOBODY, EndFailed),
+        (FAILING, WrongLastSequenceError("s"), EndFailed),
+        (FAILING, TIMEOUT, EndFailed),
     ],
 )
 async def test_what_goes_wrong_is_an_event_too(command, answer: object, kind: type):
     """Errors, timeouts and garbage never leave a lease waiting."""
     event, _ = await act(command, answer)
     assert type(event) is kind
+
+
+async def test_a_failing_end_is_conditional():
+    """It follows the entry that was read last, or it does not stand."""
+    event, bus = await act(FAILING, 9)
+    assert event == EndStands(reply_id=REPLY, ticket=7)
+    assert bus.calls[0][2]["expected_last_seq"] == 3
 
 
 async def test_an_open_is_conditional():

@@ -395,6 +395,20 @@ def test_after_three_attempts_the_reply_fails():
     command = said(talk.read(), ev.AppendEnd)
     assert command.reason is EndReason.FAILED
     assert command.detail
+    assert command.after_seq == talk.lease.view.last_seq, "a log that has grown meanwhile is another case"
+
+
+def test_a_log_that_grew_under_a_failing_end_is_looked_at_anew():
+    """The read that gave the reason was behind: the last attempt had written, so it is asked, and not the end."""
+    talk = Talk(delivered(2), *[opened(at, f"r{at}") for at in range(1, ATTEMPTS_MAX + 1)])
+    talk.read()
+    talk.answer(ev.DispatchTaken, router=ME)
+    talk.tell(ev.AttemptEnded(reply_id=REPLY, attempt=ATTEMPTS_MAX, outcome="failed"))
+    said(talk.read(), ev.AppendEnd)
+    talk.log.append(chunk(0, attempt=ATTEMPTS_MAX))
+    talk.answer(ev.EndFailed)
+    talk.wait(1.0)
+    assert "AppendEnd" not in kinds(talk.read())
 
 
 def test_many_deliveries_are_not_attempts():
