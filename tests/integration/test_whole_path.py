@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
+from uuid import uuid4
 
 import httpx2 as httpx
 import openai
@@ -227,10 +228,10 @@ def check_chat(client: openai.OpenAI) -> None:
 
 def test_fifty_sends_with_one_key_are_one_reply(chorus: System, connect: Connect) -> None:
     """The same Idempotency-Key sent 50 times in parallel over both gateways makes one reply and 50 equal streams."""
-    before = generated(chorus)
+    before, key = generated(chorus), {"Idempotency-Key": f"fifty-{uuid4().hex}"}
 
     def one(index: int) -> Heard:
-        return connect(index % 2).stream(message(30, seed=None), headers={"Idempotency-Key": "fifty"})
+        return connect(index % 2).stream(message(30, seed=None), headers=key)
 
     with ThreadPoolExecutor(50) as pool:
         heard = list(pool.map(one, range(50)))
@@ -239,7 +240,7 @@ def test_fifty_sends_with_one_key_are_one_reply(chorus: System, connect: Connect
     assert all(h.token_ids == heard[0].token_ids for h in heard)
     eventually(lambda: generated(chorus) >= before + 30, "the tokens are counted")
     assert generated(chorus) == before + 30
-    assert connect(0).post("/v1/responses", message(31), headers={"Idempotency-Key": "fifty"}).status_code == 422
+    assert connect(0).post("/v1/responses", message(31), headers=key).status_code == 422
 
 
 def test_stop_mid_reply_keeps_what_was_shown_and_the_next_turn_sees_it(chorus: System, wires: list[Wire]) -> None:
