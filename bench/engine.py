@@ -14,6 +14,7 @@ turn_ttft       turn k of a conversation sent its first token              s, wo
 itl_beside      gaps of 16 decodes while a prompt of 1,024 arrives         s, 95th percentile
 long_prompt     the same while one of 4,000 is computed, to without it     ratio; of those whose context holds it
 long_ttft       that prompt sent              its first token              s
+whole           batch 32 through all of Chorus, gateway to one replica with the same threads: `chorus-whole`, batch32
 """
 
 import argparse
@@ -25,22 +26,28 @@ import random
 import socket
 import statistics
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench.client import Stream, stream
 from bench.engine_peers import MODEL_FILE, PEERS, Peer
 from bench.hardware import describe
-from shared.tokenizer import load_tokenizer
+from bench.region import region
+from shared.tokenizer import Tokenizer, load_tokenizer
 
 ROOT = Path(__file__).resolve().parents[1]
 START_S = 300.0
+PRINTED_S = 900.0
 SHARED, OWN, OUT = 64, 64, 128  # tokens of a request of a batch
 LONG = 1_024
 BATCHES = (1, 8, 32, 64)
+COMPARED = 32  # the batch that is also sent through all of Chorus
+WHOLE = "chorus-whole"
 TURNS, TURN_IN, TURN_OUT = 6, 48, 48
 BESIDE = 16
 LONG_BESIDE, LONG_OUT = 4_000, 800  # the decodes must outlast the prompt
@@ -51,6 +58,7 @@ LONG_CONTEXT = 4_800
 class Texts:
     """Token ids nobody has seen: each slice is new, a seeded shuffle of our own prose's sentences."""
 
+    tokenizer: Tokenizer
     sentences: list[list[int]]
     rng: random.Random
 
@@ -65,7 +73,7 @@ def read_texts(model_file: Path, seed: int) -> Texts:
     tokenizer = load_tokenizer(str(model_file))
     prose = "\n".join(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))
     sentences = [tokenizer.encode(part.strip() + ". ") for part in prose.split(". ") if len(part) > 40]
-    return Texts(sentences, random.Random(seed))
+    return Texts(tokenizer, sentences, random.Random(seed))
 
 
 # --- one system -------------------------------------------------------------------------------------------
@@ -187,6 +195,14 @@ def running(peer: Peer, threads: int, log: Path):
                 process.wait()
 
 
+def printed(peer: Peer, threads: int) -> dict[str, float]:
+    """The figures of a peer that has no server."""
+    done = subprocess.run(
+        peer.command(0, threads), cwd=ROOT, capture_output=True, text=True, timeout=PRINTED_S, check=True
+    )
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
 def _until_ready(process: subprocess.Popen[bytes], port: int) -> None:
     deadline = time.time() + START_S
     while time.time() < deadline:
@@ -203,6 +219,37 @@ def _until_ready(process: subprocess.Popen[bytes], port: int) -> None:
     raise RuntimeError(f"the server was not ready after {START_S:.0f} s")
 
 
+# --- all of Chorus ----------------------------------------------------------------------------------------
+
+
+async def whole(texts: Texts, threads: int) -> dict[str, float]:
+    """The batch as messages: a template's tokens come on top, and each reply is stored, logged and watched over."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
+        flags = ("--replicas", "1", "--threads", str(threads), "--model-file", str(MODEL_FILE))
+        with region(Path(folder) / "data", *flags) as ready:
+            head = texts.take(SHARED)
+            await _messages(ready, [texts.tokenizer.decode(texts.take(SHARED))])  # warm
+            prompts = [head + texts.take(OWN) for _ in range(COMPARED)]
+            began = time.time()
+            seen = await _messages(ready, [texts.tokenizer.decode(prompt) for prompt in prompts])
+            return {f"batch{COMPARED}": sum(one.tokens for one in seen) / (max(one.ended_s for one in seen) - began)}
+
+
+async def _messages(ready: dict[str, Any], texts: Sequence[str]) -> list[Stream]:
+    """One stream for each, over both gateways in turn."""
+
+    def asked(text: str) -> dict[str, object]:
+        fixed = {"temperature": 0.0, "ignore_eos": True, "stream": True, "max_output_tokens": OUT}
+        return {"input": text, **fixed}
+
+    gateways, key = itertools.cycle(ready["gateways"]), ready["keys"]["paid"]
+    seen = await asyncio.gather(*(stream(next(gateways), "/v1/responses", key, asked(text)) for text in texts))
+    for one in seen:
+        if one.error or one.tokens != OUT:
+            raise RuntimeError(f"{one.tokens} tokens instead of {OUT}: {one.error}")
+    return seen
+
+
 # --- all of them ------------------------------------------------------------------------------------------
 
 BETTER: dict[str, Callable[[float, float], float]] = {
@@ -217,13 +264,19 @@ BETTER: dict[str, Callable[[float, float], float]] = {
 def ratios(figures: dict[str, dict[str, float]]) -> dict[str, float]:
     """Ours to the best peer of each figure; above 1 is better, also where less is."""
     ours = figures.get("chorus", {})
-    found = {}
+    found: dict[str, float] = {}
     for name, value in ours.items():
         others = [peer[name] for who, peer in figures.items() if not who.startswith("chorus") and name in peer]
         if others:
             less_is_better = name in BETTER
             best = min(others) if less_is_better else max(others)
             found[name] = round(best / value if less_is_better else value / best, 2)
+    key = f"batch{COMPARED}"
+    others = [peer[key] for who, peer in figures.items() if not who.startswith("chorus") and key in peer]
+    if WHOLE in figures and others:
+        found["whole"] = round(figures[WHOLE][key] / max(others), 2)
+    bar, torch = figures.get("transformers", {}), figures.get("chorus-torch", {})
+    found |= {f"torch_{name}": round(torch[name] / value, 2) for name, value in bar.items() if name in torch}
     return found
 
 
@@ -235,12 +288,19 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
     trials: dict[str, list[dict[str, float]]] = {name: [] for name in there}
     for number in range(args.trials):
         for name, peer in there.items():
+            if not peer.serves:
+                trials[name].append(printed(peer, args.threads))
+                print(f"trial {number + 1} {name}: {trials[name][-1]}", flush=True)
+                continue
             with running(peer, args.threads, args.out.with_suffix(f".{name}.log.tmp")) as url:
                 server = Server(url, peer.model, texts)
                 await server.ask(texts.take(40), 8)  # warm
                 found = await trial(server, [n for n in BATCHES if n <= args.batch_max], peer.context)
                 trials[name].append(found)
             print(f"trial {number + 1} {name}: " + ", ".join(f"{k} {v:.4g}" for k, v in found.items()), flush=True)
+        if "chorus" in there:
+            trials.setdefault(WHOLE, []).append(await whole(texts, args.threads))
+            print(f"trial {number + 1} {WHOLE}: {trials[WHOLE][-1]}", flush=True)
     figures = {
         name: {key: statistics.median(one[key] for one in runs) for key in runs[0]}
         for name, runs in trials.items()

@@ -12,7 +12,6 @@ import contextlib
 import json
 import os
 import secrets
-import socket
 import statistics
 import subprocess
 import sys
@@ -31,6 +30,7 @@ import uvloop
 from bench import hardware
 from bench.client import Stream, stream
 from bench.engine_peers import PROXIES
+from bench.region import READY_S, free_port, region
 from shared.bus.nats import connect
 from shared.messages import Chunk, Entry, decoder
 from shared.subjects import Names
@@ -41,7 +41,6 @@ STREAMS, TOKENS = 32, 128  # the shape that the peers are compared at
 FULL_STREAMS, FULL_TOKENS = 128, 512  # the shape that fills the plane
 PACED_SHARE = 0.3
 IDLE_STREAMS = 500
-READY_S = 120.0
 SAMPLED_AT = "Chorus-Sampled-At"
 
 
@@ -57,12 +56,6 @@ class Target:
 
 
 # --- starting things -------------------------------------------------------------------------------------
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes], what: str) -> None:
@@ -93,23 +86,9 @@ def process(command: list[str], what: str, url: str, env: dict[str, str] | None 
                 started.wait()
 
 
-@contextlib.contextmanager
-def chorus(data: Path, tps: float) -> Iterator[dict[str, Any]]:
-    """All of Chorus with scripted replicas; yields ready.json."""
-    port = free_port()
-    command = [sys.executable, "-m", "ops.main", "up", "--stub", "--stub-tps", str(tps), "--port", str(port)]
-    with (data.parent / "up.log").open("ab") as log:
-        started = subprocess.Popen([*command, "--data", str(data)], cwd=ROOT, stdout=log, stderr=log)
-    try:
-        until = time.monotonic() + READY_S
-        while not (data / "ready.json").exists():
-            if started.poll() is not None or time.monotonic() > until:
-                raise SystemExit(f"`chorus up --stub` did not come up; see {data.parent / 'up.log'}")
-            time.sleep(0.1)
-        yield json.loads((data / "ready.json").read_text())
-    finally:
-        started.terminate()
-        started.wait(30)
+def chorus(data: Path, tps: float) -> contextlib.AbstractContextManager[dict[str, Any]]:
+    """All of Chorus with scripted replicas."""
+    return region(data, "--stub", "--stub-tps", str(tps))
 
 
 def chorus_target(ready: dict[str, Any]) -> Target:

@@ -64,6 +64,7 @@ def _add_up(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     up.add_argument("--port", type=_port, default=8080, help="of the first gateway; the second takes the next")
     up.add_argument("--replicas", type=_positive, default=REPLICAS, help="of the fast model (default %(default)s)")
     up.add_argument("--instances", type=_positive, default=1, help="of each other service (default %(default)s)")
+    up.add_argument("--threads", type=_positive, help="of each replica's engine (default: the cores shared out)")
     up.add_argument("--stub", action="store_true", help="scripted replicas that emit tokens without a model")
     up.add_argument("--stub-tps", type=_pace, help="tokens per second of each stub reply; 0: as fast as possible")
     up.add_argument("--model-file", type=Path, default=DEFAULT_FILE, help="a GGUF file (default %(default)s)")
@@ -135,7 +136,12 @@ def _up(args: argparse.Namespace) -> int:
     from ops.up import run_up
 
     options = Options(
-        port=args.port, replicas=args.replicas, instances=args.instances, stub=args.stub, stub_tps=args.stub_tps
+        port=args.port,
+        replicas=args.replicas,
+        instances=args.instances,
+        threads=args.threads,
+        stub=args.stub,
+        stub_tps=args.stub_tps,
     )
     return run_up(options, args.data, args.model_file, os.environ)
 

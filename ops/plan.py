@@ -23,6 +23,7 @@ class Options:
     port: int = 8080
     replicas: int = REPLICAS
     instances: int = 1  # of each service between the doors and the replicas, and of the relay
+    threads: int | None = None  # of each replica's engine; None: the cores shared out
     stub: bool = False
     stub_tps: float | None = None
     region: str = "local"
@@ -106,8 +107,7 @@ def plan(
 def _replicas(options: Options, catalog: Catalog, cores: int) -> list[tuple[str, dict[str, str]]]:
     """(name, its own settings): the fast model's replicas, then one of the mini model when there is one."""
     cards = [catalog.default] * options.replicas + ([catalog.mini] if catalog.mini is not None else [])
-    threads = str(engine_threads(cores, len(cards)))
-    own = {"threads": threads}
+    own = {"threads": str(options.threads or engine_threads(cores, len(cards)))}
     if options.stub:
         own["stub"] = "1"
     if options.stub_tps is not None:

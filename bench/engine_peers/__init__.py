@@ -27,6 +27,7 @@ class Peer:
     model: str = ""
     environment: Mapping[str, str] = field(default_factory=dict)
     context: int = CONTEXT  # tokens of the longest request it is started for
+    serves: bool = True  # else it prints its figures as JSON: it has no server of its own
 
     def missing(self) -> str | None:
         """Why it cannot be run here; None: it can."""
@@ -50,11 +51,18 @@ def _vllm(port: int, threads: int) -> list[str]:  # noqa: ARG001 - bound to core
     return [str(VLLM), *server, "--model", str(FP32_FOLDER), "--port", str(port), "--dtype", "float32", *flags]
 
 
+def _transformers(port: int, threads: int) -> list[str]:  # noqa: ARG001 - it serves nobody
+    sizes = [str(threads), "128", "128", "1024", "1", "8", "32"]
+    return [str(VLLM), str(ROOT / "bench/transformers_generate.py"), str(FP32_FOLDER), *sizes]
+
+
 PEERS: dict[str, Peer] = {
     "chorus": Peer(_chorus, (MODEL_FILE,), "this commit", context=8_192),
     "chorus-precise": Peer(
         _chorus, (MODEL_FILE,), "this commit", environment={"CHORUS_PRECISION": "precise"}, context=8_192
     ),
+    "chorus-torch": Peer(_chorus, (MODEL_FILE,), "this commit", environment={"CHORUS_KERNELS": "none"}),
+    "transformers": Peer(_transformers, (VLLM, FP32_FOLDER), "transformers 5.19.0, fp32", serves=False),
     "llama.cpp": Peer(_llama, (LLAMA_SERVER, MODEL_FILE), "llama-cpp-python 0.3.36 sdist"),
     "vllm": Peer(
         _vllm,

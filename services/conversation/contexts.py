@@ -1,7 +1,7 @@
 """The context of a message: its history from the rows (or from the log of a reply that ended just now), as pieces."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from services.conversation.assembly import (
@@ -61,6 +61,7 @@ class Contexts:
         Raises RefusedError: NOT_FOUND, PROMPT_TOO_LONG, BAD_REQUEST.
         """
         card, echo = model.card, message.echo
+        _check_bias(message.sampling.logit_bias, model)
         room = budget(card.context_tokens, card.output_tokens_max, echo.max_output_tokens)
         items = await encode_items(message.items, model)
         instructions = [] if echo.instructions is None else [Piece("system", await model.encode(echo.instructions))]
@@ -179,6 +180,14 @@ async def turn_pieces(turn: Turn, model: PromptModel) -> list[Piece]:
     if same and turn.reason is not EndReason.STOP_SEQUENCE:
         return [*pieces, Piece("assistant", turn.ids, written=True)]
     return [*pieces, Piece("assistant", await model.encode(turn.text))]
+
+
+def _check_bias(logit_bias: Mapping[int, float], model: PromptModel) -> None:
+    """Raises RefusedError for a token that the model does not have: only its vocabulary can tell."""
+    foreign = [token for token in logit_bias if token >= model.vocab_size]
+    if foreign:
+        said = f"logit_bias names token {foreign[0]}, but those of {model.card.id} are 0 to {model.vocab_size - 1}."
+        raise RefusedError(Refusal(kind=RefusalKind.BAD_REQUEST, message=said, param="logit_bias"))
 
 
 def _too_long(model: PromptModel, room: Budget, error: ContextTooLongError) -> Refusal:

@@ -21,7 +21,7 @@ class PromptModel:
     def __init__(self, card: ModelCard, tokenizer: Tokenizer, template: ChatTemplate) -> None:
         self.card, self._tokenizer, self._template = card, tokenizer, template
         self.tokenizer_name = f"{tokenizer.name}:{tokenizer.revision}"
-        self.stop_ids = tokenizer.stop_ids
+        self.stop_ids, self.vocab_size = tokenizer.stop_ids, tokenizer.vocab_size
         self._literal = lru_cache(LITERALS_MAX)(self._encode_literal)
         self.skeleton = lru_cache(SKELETONS_MAX)(self._render)
 

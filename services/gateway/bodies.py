@@ -111,11 +111,14 @@ def bound_texts(texts: Sequence[str], param: str) -> None:
 _B = TypeVar("_B")
 _AT = re.compile(r" - at (?:`key` in )?`\$\.?(.*)`$")
 _MISSING = re.compile(r"missing required field `(\w+)`")
+_UNKNOWN = re.compile(r"contains unknown field `(.*?)`")
 # Possessive, so that an unclosed string costs one pass.
 _STRING_OR_BRACKET = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[\]{}]', re.DOTALL)
 
 
 def decode(decoder: msgspec.json.Decoder[_B], data: bytes) -> _B:
+    if not data.strip():
+        raise bad_request("The body is empty: it must be a JSON object.")
     _bound_depth(data)
     try:
         return decoder.decode(data)
@@ -130,6 +133,9 @@ def _invalid(said: str) -> RefusedError:
     missing = _MISSING.search(said)
     if missing:
         return bad_request(f"Missing required parameter: '{missing[1]}'.", missing[1])
+    unknown = _UNKNOWN.search(said)
+    if unknown:
+        return bad_request(f"Unknown parameter: '{unknown[1]}'.", unknown[1])
     at = _AT.search(said)
     message = _AT.sub("", said).replace("`", "'")
     return bad_request(f"Invalid value for '{at[1]}': {message}.", at[1]) if at else bad_request(f"{message}.")

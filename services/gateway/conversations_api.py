@@ -59,7 +59,9 @@ class _Update(msgspec.Struct):
     head: Name | None = None
 
 
-class _Regenerate(msgspec.Struct):
+class _Regenerate(msgspec.Struct, forbid_unknown_fields=True):
+    """It is asked as the first time: a parameter that would change that is refused, not ignored."""
+
     response_id: Name | None = None
     model: Name | None = None
     stream: bool | None = None

@@ -45,7 +45,7 @@ from shared import clock
 from shared.catalog import Catalog
 from shared.errors import RefusedError
 from shared.ids import reply_of_chat, reply_place
-from shared.limits import BODY_READ_S
+from shared.limits import BODY_BYTES_MAX, BODY_READ_S
 from shared.messages import Allowance, Principal, ReplyRef, ReplyView
 from shared.outcomes import EndReason, Refusal, RefusalKind
 from shared.telemetry import Log
@@ -57,6 +57,13 @@ REQUEST_NAME = web.RequestKey("request_name", str)  # where the application keep
 _json = msgspec.json.Encoder().encode
 
 
+def expects_continue(request: web.Request) -> bool:
+    """Read from the raw headers: `app.listen` hides the expectation from aiohttp."""
+    return any(
+        name.lower() == b"expect" and value.strip().lower() == b"100-continue" for name, value in request.raw_headers
+    )
+
+
 class Demand:
     """One authenticated HTTP request."""
 
@@ -64,10 +71,17 @@ class Demand:
         self.http, self.principal, self.request_id, self.asked_s = request, principal, request_id, asked_s
 
     async def body(self) -> bytes:
-        """Raises ProblemError 408 when it does not come in time, 415 when it is not plain; aiohttp's own 413."""
+        """Raises ProblemError 408 when it does not come in time, 415 when it is not plain; aiohttp's own 413.
+
+        Who announces a body that is too large, or waits to hear that it is wanted, is answered before it comes.
+        """
         encoding = self.headers.get("Content-Encoding", "identity")
         if encoding.strip().lower() not in ("", "identity"):
             raise ProblemError(problem_of_status(415, "The body must be plain: send it without Content-Encoding."))
+        if (size := self.http.content_length or 0) > BODY_BYTES_MAX:
+            raise web.HTTPRequestEntityTooLarge(BODY_BYTES_MAX, size)
+        if expects_continue(self.http) and self.http.transport is not None:
+            self.http.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         try:
             async with asyncio.timeout(BODY_READ_S):
                 return await self.http.read()

@@ -65,6 +65,7 @@ class _Body(msgspec.Struct, kw_only=True):
     store: bool | None = None
     user: Annotated[str, Meta(max_length=512)] | None = None
     include: Annotated[list[Name], Meta(max_length=32)] | None = None
+    n: int | None = None
     tools: Many | None = None
     tool_choice: Any = None
     top_logprobs: Annotated[int, Meta(ge=0, le=TOP_LOGPROBS_MAX)] | None = None
@@ -93,13 +94,17 @@ class _ResponsesBody(_Body, kw_only=True):
     truncation: str | None = None
     text: _TextConfig | None = None
     prompt: Any = None
+    messages: Any = None
+    max_tokens: Any = None
+    max_completion_tokens: Any = None
+    response_format: Any = None
+    logprobs: Any = None
 
 
 class _ChatBody(_Body, kw_only=True):
     messages: Items
     max_tokens: _Count | None = None
     max_completion_tokens: _Count | None = None
-    n: int | None = None
     functions: Many | None = None
     function_call: Any = None
     response_format: _TextFormat | None = None
@@ -130,6 +135,16 @@ _MUST_BE = {
     "max_tokens": f"an integer from 1 to {1 << 31}",
     "max_completion_tokens": f"an integer from 1 to {1 << 31}",
     "max_output_tokens": f"an integer from 1 to {1 << 31}",
+}
+
+
+# What chat completions call otherwise: to ignore it would be to give another answer than was asked for.
+_OF_CHAT = {
+    "messages": "input",
+    "max_tokens": "max_output_tokens",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "logprobs": "top_logprobs, or include: ['message.output_text.logprobs']",
 }
 
 
@@ -167,6 +182,9 @@ def parse_response(data: bytes, catalog: Catalog) -> Asked:
     """The body of `POST /v1/responses`; raises RefusedError naming the field."""
     body = _decode(_responses_decoder, data)
     _refuse_unsupported(body)
+    for name, ours in _OF_CHAT.items():
+        if getattr(body, name) not in (None, False):
+            raise bad_request(f"{name} is a parameter of chat completions; here it is {ours}.", name)
     if body.text is not None and body.text.format is not None:
         _refuse_format(body.text.format, "text.format")
     if body.prompt is not None:
@@ -192,7 +210,7 @@ def parse_response(data: bytes, catalog: Catalog) -> Asked:
         instructions=None if body.instructions is None else clean(body.instructions, "instructions"),
         previous_response_id=body.previous_response_id,
         conversation_id=conversation,
-        max_output_tokens=body.max_output_tokens,
+        most=body.max_output_tokens,
         background=bool(body.background),
         store=body.store is not False,
     )
@@ -206,8 +224,6 @@ def parse_chat(data: bytes, catalog: Catalog) -> Asked:
     _refuse_unsupported(body)
     if body.response_format is not None:
         _refuse_format(body.response_format, "response_format")
-    if body.n not in (None, 1):
-        raise bad_request(f"n must be {_MUST_BE['n']}.", "n")
     if body.top_logprobs and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
     for given, param in ((body.functions, "functions"), (body.function_call, "function_call"), (body.audio, "audio")):
@@ -217,7 +233,7 @@ def parse_chat(data: bytes, catalog: Catalog) -> Asked:
         raise bad_request("Only text is produced: modalities must be ['text'].", "modalities")
     items = tuple(item_of(item, f"messages[{at}]") for at, item in enumerate(body.messages))
     limit = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-    echo = _echo(body, catalog, door="chat", max_output_tokens=limit, store=bool(body.store))
+    echo = _echo(body, catalog, door="chat", most=limit, store=bool(body.store))
     return _asked(body, items, echo, "messages", logprobs=bool(body.logprobs))
 
 
@@ -237,6 +253,8 @@ def _decode(decoder: msgspec.json.Decoder[_B], data: bytes) -> _B:
 
 
 def _refuse_unsupported(body: _Body) -> None:
+    if body.n not in (None, 1):
+        raise bad_request(f"n must be {_MUST_BE['n']}.", "n")
     if body.tools:
         raise bad_request("Tools are not supported.", "tools")
     if body.tool_choice not in (None, "auto", "none"):
@@ -250,8 +268,12 @@ def _refuse_format(wanted: _TextFormat, param: str) -> None:
         raise bad_request(f"Only plain text is produced: {param}.type must be 'text'.", f"{param}.type")
 
 
-def _echo(body: _Body, catalog: Catalog, **fields: Any) -> RequestEcho:
+def _echo(body: _Body, catalog: Catalog, *, most: int | None, **fields: Any) -> RequestEcho:
+    """`most` output tokens, as far as the model writes as many: the echo says what holds."""
     model = body.model or catalog.default.id
+    card = catalog.get(model)
+    if most is not None and card is not None:
+        most = min(most, card.output_tokens_max)
     for key, value in (body.metadata or {}).items():
         clean(key + value, "metadata")
     return RequestEcho(
@@ -261,6 +283,7 @@ def _echo(body: _Body, catalog: Catalog, **fields: Any) -> RequestEcho:
         service_tier=body.service_tier or "auto",
         top_logprobs=body.top_logprobs or 0,
         requested_model=model,
+        max_output_tokens=most,
         **fields,
     )
 

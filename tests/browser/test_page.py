@@ -316,6 +316,23 @@ def test_a_chat_can_be_renamed_and_deleted(page: Page) -> None:
     assert answer(page, f"/v1/conversations/{id_}")["error"]["code"] == "not_found"
 
 
+def test_a_chat_keeps_its_title_when_the_list_leaves_it_out(page: Page) -> None:
+    """A search that does not find the open chat changes nothing about it."""
+    ask(page, "a chat to be looked for")
+    grown(page, 10)
+    stop(page)
+    page.fill("#search", "nothing like it")
+    expect(page.locator("#list")).to_have_text("Nothing found.")
+    expect(page.locator("#title")).to_have_text("a chat to be looked for")
+    page.click("#menu summary")
+    page.click("#rename")
+    expect(page.locator("#rename-text")).to_have_value("a chat to be looked for")
+    page.fill("#rename-text", "Found")
+    page.keyboard.press("Enter")
+    expect(page.locator("#title")).to_have_text("Found")
+    expect(page).to_have_title("Found · Chorus")
+
+
 def test_markup_in_a_message_never_runs(page: Page) -> None:
     """Text from people is text, whatever it contains."""
     page.evaluate("() => { window.ran = false; }")

@@ -65,7 +65,13 @@ _WILD: tuple[Any, ...] = (
     *([], {}, [[]], [None], [{}], [1, "a", None], ["x"] * 10_000, {"a": {"b": {"c": []}}}, {"": ""}, {"\0": "\0"}),
     *([{"role": "user"}], [{"role": "user", "content": None}], [{"type": "image", "role": "user", "content": "x"}]),
     *([{"role": "user", "content": [{"type": "input_text"}]}], [{"role": "user", "content": "x"}] * 1001),
-    *({str(number): 1.0 for number in range(1100)}, {"type": "json_schema"}, "<|endoftext|>", "<|im_end|>" * 50),
+    *(
+        {str(number): 1.0 for number in range(1100)},
+        {"999999": 1.0},
+        {"type": "json_schema"},
+        "<|endoftext|>",
+        "<|im_end|>" * 50,
+    ),
 )
 _RAW = (
     b"NaN",

@@ -208,6 +208,7 @@ def a_message(
     model: str = "stub",
     items: tuple[InputItem, ...] | None = None,
     branch_from: str | None = None,
+    sampling: Sampling | None = None,
     **echo: Any,
 ) -> SendMessage:
     return SendMessage(
@@ -215,7 +216,7 @@ def a_message(
         request_id="req_1",
         model=model,
         items=items if items is not None else (InputItem(role="user", text=text),),
-        sampling=Sampling(),
+        sampling=sampling or Sampling(),
         echo=RequestEcho(**echo),
         idempotency_key=key,
         body_hash=body,

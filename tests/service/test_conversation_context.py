@@ -12,6 +12,7 @@ from shared.bus import StreamMessage
 from shared.messages import (
     End,
     InputItem,
+    Sampling,
     encode,
     unpack_ids,
 )
@@ -104,6 +105,15 @@ async def test_a_message_longer_than_the_model_takes_is_refused_with_the_figures
     assert f"{600 + overhead} tokens" in refused.refusal.message
     assert "at most 412" in refused.refusal.message
     assert await world.rows("SELECT * FROM replies") == []
+
+
+async def test_a_bias_on_a_token_that_the_model_does_not_have_is_refused(world: World) -> None:
+    """Only the vocabulary can tell, so it is told here, before anything is stored."""
+    refused = await world.send(sampling=Sampling(logit_bias={STUB.vocab_size: 1.0}))
+    assert (refused.refusal.kind, refused.refusal.param) == (RefusalKind.BAD_REQUEST, "logit_bias")
+    assert f"0 to {STUB.vocab_size - 1}" in refused.refusal.message
+    assert await world.rows("SELECT * FROM replies") == []
+    assert (await world.send(sampling=Sampling(logit_bias={STUB.vocab_size - 1: 1.0}))).reply_id
 
 
 async def test_a_stop_followed_at_once_by_the_next_turn(world: World) -> None:

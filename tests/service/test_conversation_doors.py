@@ -289,6 +289,7 @@ async def test_five_presses_over_http_are_five_branches(whole: Whole) -> None:
         ("/v1/conversations/ID/items", {"items": [{"type": "reasoning", "summary": []}]}),
         ("/v1/conversations/ID/regenerate", {"stream": "yes"}),
         ("/v1/conversations/ID/regenerate", {}),
+        ("/v1/conversations/ID/regenerate", {"temperature": 0.5}),
         ("/v1/conversations/ID/items?limit=0", None),
         ("/v1/conversations/ID/items?order=up", None),
         ("/v1/conversations?limit=101", None),

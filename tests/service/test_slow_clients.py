@@ -14,6 +14,7 @@ from aiohttp import web
 
 from services.gateway import app, doors
 from services.gateway.app import Draining, listen, make_app
+from shared.limits import BODY_BYTES_MAX
 from shared.service import HealthDoors
 from shared.telemetry import Metrics, configure_logging
 from tests.service.gateway_world import KEY, World, end, eventually, opened
@@ -128,6 +129,47 @@ async def test_a_body_that_does_not_come_in_time_is_a_408(world: World, connect:
     is_408(await rest(reader))
     dripping.cancel()
     assert world.sends == []
+
+
+@pytest.mark.parametrize("expect", ["", "Expect: 100-continue\r\n"])
+@pytest.mark.parametrize(("key", "status"), [(KEY, 413), ("sk-chorus-nobody", 401)])
+async def test_a_body_that_is_announced_too_large_is_not_waited_for(
+    world: World, connect: Connect, expect: str, key: str, status: int
+) -> None:
+    """Key and length are looked at before the client is told to go on."""
+    reader, writer = await connect()
+    head = f"POST /v1/responses HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {key}\r\n{expect}"
+    writer.write(f"{head}Content-Length: {BODY_BYTES_MAX + 1}\r\n\r\n".encode())
+    async with asyncio.timeout(BODY_S / 2):
+        said = await reader.readuntil(b"\r\n\r\n")
+    assert said.startswith(f"HTTP/1.1 {status} ".encode())
+    assert world.sends == []
+
+
+async def test_a_client_that_waits_to_be_asked_for_its_body_is_asked(connect: Connect) -> None:
+    """`Expect: 100-continue` is answered once the body is wanted; what else is expected is not known and ignored."""
+    reader, writer = await connect()
+    body = b'{"input": "hi"}'
+    head = f"POST /v1/responses HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n"
+    writer.write(f"{head}Expect: 100-continue\r\n\r\n".encode())
+    assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+    writer.write(body)
+    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+    reader, writer = await connect()
+    writer.write(f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nExpect: 999\r\n\r\n".encode())
+    said = await reader.readuntil(b"\r\n\r\n")
+    assert said.startswith(b"HTTP/1.1 200 ")
+    assert b"x-request-id: req_" in said
+
+
+async def test_a_line_that_makes_no_sense_is_not_repeated(connect: Connect) -> None:
+    """It may hold a key, and answers are written down in many places."""
+    reader, writer = await connect()
+    writer.write(f"GET /v1/models HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\0\r\n\r\n".encode())
+    said = await rest(reader)
+    assert b" 400 " in said.partition(b"\r\n")[0]
+    assert KEY.encode() not in said
+    assert b"x-request-id: req_" in said
 
 
 async def test_a_reply_may_take_longer_than_its_request(world: World) -> None:

@@ -48,9 +48,7 @@ export class Chats {
     const asked = (this.#asked += 1);
     const page = await this.api.conversations({ search });
     if (asked !== this.#asked) return;
-    this.list = page.data;
-    this.more = page.has_more;
-    this.changed("list");
+    this.#show(page.data, page.has_more);
   }
 
   async findMore() {
@@ -58,13 +56,19 @@ export class Chats {
     const page = await this.api.conversations({ search: this.search, after: this.list.at(-1)?.id });
     if (asked !== this.#asked) return;
     const have = new Set(this.list.map((each) => each.id));
-    this.list = [...this.list, ...page.data.filter((each) => !have.has(each.id))];
-    this.more = page.has_more;
+    this.#show([...this.list, ...page.data.filter((each) => !have.has(each.id))], page.has_more);
+  }
+
+  #show(list, more = this.more) {
+    this.list = list;
+    this.more = more;
+    this.tree.entry = list.find((each) => each.id === this.tree.id) ?? this.tree.entry;
     this.changed("list");
   }
 
+  /** The open conversation as the server names it, in the list or not: a search may have left it out. */
   get entry() {
-    return this.list.find((each) => each.id === this.tree.id) ?? null;
+    return this.tree.entry;
   }
 
   // --- the open conversation ---
@@ -74,14 +78,16 @@ export class Chats {
     const opened = (this.#opened += 1);
     this.unread.delete(id);
     this.tree = this.#trees.get(id) ?? new Tree(id);
+    this.tree.entry ??= this.list.find((each) => each.id === id) ?? null;
     this.loading = id !== null && !this.#trees.has(id);
     this.changed("thread");
     if (id === null || this.#hasDraft(this.tree)) return;
     const { tree } = this;
     try {
-      const items = await this.api.items(id);
+      const [items, entry] = await Promise.all([this.api.items(id), tree.entry ?? this.api.conversation(id)]);
       if (opened !== this.#opened) return;
       this.loading = false;
+      tree.entry ??= entry;
       this.#merge(tree, items);
     } finally {
       if (opened === this.#opened) this.loading = false;
@@ -163,8 +169,8 @@ export class Chats {
 
   async rename(id, title) {
     const changed = await this.api.change(id, { title });
-    this.list = this.list.map((each) => (each.id === id ? { ...each, ...changed } : each));
-    this.changed("list");
+    if (this.tree.id === id) this.tree.entry = changed;
+    this.#show(this.list.map((each) => (each.id === id ? { ...each, ...changed } : each)));
   }
 
   async remove(id) {
@@ -232,9 +238,9 @@ export class Chats {
   async #create(tree, text) {
     const made = await this.api.create();
     tree.id = made.id;
-    this.list = [{ ...made, title: text.slice(0, TITLE_CHARS) }, ...this.list];
+    tree.entry = { ...made, title: text.slice(0, TITLE_CHARS) };
     this.#trees.set(tree.id, tree);
-    this.changed("list");
+    this.#show([tree.entry, ...this.list]);
     if (tree === this.tree) this.changed("opened");
   }
 

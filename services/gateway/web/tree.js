@@ -19,6 +19,7 @@ export class Tree {
   /** `id`: the conversation's, null until the server has made it. */
   constructor(id = null) {
     this.id = id;
+    this.entry = null; // the conversation as the server last named it
     this.root = { key: "root", role: "model", parent: null, children: [], choice: null, item: null, reply: null };
   }
 

@@ -114,6 +114,12 @@ def test_the_echo_holds_what_the_response_object_repeats():
     assert respond(store=False).echo.store is False
 
 
+def test_the_echo_says_how_much_the_model_may_write_at_most():
+    """More than the model writes is no error, as its limit is not the client's to know; but the echo does not lie."""
+    assert respond(max_output_tokens=1_000_000, model="stub-mini").echo.max_output_tokens == 1024
+    assert chat(max_tokens=1_000_000, model="stub").echo.max_output_tokens == 4096
+
+
 def test_chat_takes_both_names_of_the_limit_and_is_not_stored_by_default():
     """`max_completion_tokens` stands before the older `max_tokens`; chat stores only when asked."""
     assert chat(max_tokens=3).echo.max_output_tokens == 3
@@ -278,6 +284,13 @@ def test_fields_of_both_doors_are_refused_by_name(parse, body, param):
         ({"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.type"),
         ({"truncation": "sometimes"}, "truncation"),
         ({"prompt": {"id": "pmpt_1"}}, "prompt"),
+        ({"n": 2}, "n"),
+        ({"n": "x"}, "n"),
+        ({"messages": HELLO}, "messages"),
+        ({"max_tokens": 5}, "max_tokens"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"logprobs": True}, "logprobs"),
     ],
 )
 def test_fields_of_responses_are_refused_by_name(body, param):

@@ -42,6 +42,12 @@ def test_the_default_fleet():
     ]
 
 
+def test_engine_threads_are_shared_out_or_given():
+    """Three replicas on six cores have two threads each, unless somebody says otherwise."""
+    assert planned(cores=6)["replica-1"].settings["CHORUS_THREADS"] == "2"
+    assert planned(Options(threads=5), cores=6)["replica-1"].settings["CHORUS_THREADS"] == "5"
+
+
 def test_several_instances_share_the_work():
     """More instances of each service in the middle, each with its own name and door; two gateways as ever."""
     several = planned(Options(instances=2))
