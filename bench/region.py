@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import random
 import socket
 import subprocess
 import sys
@@ -20,11 +21,26 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def free_port_pair() -> int:
+    """A port that is free together with the next one (the two gateways').
+
+    Below the ports that the system hands out by itself: one of those may be taken by any connection in the moment
+    between our look and the gateway's listening.
+    """
+    for _ in range(200):
+        port = random.SystemRandom().randrange(12_000, 30_000, 2)
+        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
+            first.bind(("127.0.0.1", port))
+            second.bind(("127.0.0.1", port + 1))
+            return port
+    raise RuntimeError("no two neighbouring free ports")
+
+
 @contextlib.contextmanager
 def region(data: Path, *flags: str) -> Iterator[dict[str, Any]]:
     """`chorus up` with these flags; yields its ready.json. What it says goes to up.log beside `data`."""
     said = data.parent / "up.log"
-    command = [sys.executable, "-m", "ops.main", "up", *flags, "--port", str(free_port()), "--data", str(data)]
+    command = [sys.executable, "-m", "ops.main", "up", *flags, "--port", str(free_port_pair()), "--data", str(data)]
     with said.open("ab") as log:
         started = subprocess.Popen(command, cwd=ROOT, stdout=log, stderr=log)
     try:

@@ -3,9 +3,7 @@
 import contextlib
 import json
 import os
-import random
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,24 +14,11 @@ from typing import Any
 
 import httpx2 as httpx
 
+from bench.region import free_port_pair
+
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 90.0
 STOP_S = 30.0
-
-
-def free_port_pair() -> int:
-    """A port that is free together with the next one (the two gateways').
-
-    Below the ports that the system hands out by itself: one of those may be taken by any connection in the moment
-    between our look and the gateway's listening.
-    """
-    for _ in range(200):
-        port = random.SystemRandom().randrange(12_000, 30_000, 2)
-        with socket.socket() as first, socket.socket() as second, contextlib.suppress(OSError):
-            first.bind(("127.0.0.1", port))
-            second.bind(("127.0.0.1", port + 1))
-            return port
-    raise RuntimeError("no two neighbouring free ports")
 
 
 def eventually(condition: Callable[[], Any], what: str, deadline_s: float = 15.0) -> Any:
