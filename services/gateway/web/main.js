@@ -60,7 +60,7 @@ const CHANGES = {
     CHANGES.reply(node);
   },
   connection: () => {
-    status(chats.connected ? "" : navigator.onLine ? "Connection lost. Reconnecting…" : "You are offline. The reply goes on when you are back.");
+    status(chats.connected ? "" : navigator.onLine ? "Connection lost. Reconnecting…" : "You are offline. This goes on when you are back.");
     if (chats.connected) announcer.say("Connected again.");
   },
 };
