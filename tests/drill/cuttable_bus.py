@@ -12,6 +12,7 @@ from enum import StrEnum, unique
 
 _CONNECT = re.compile(rb'^CONNECT \{.*?"name":\s*"([^"]*)"', re.MULTILINE)
 _READ_BYTES = 65_536
+_POLL_S = 0.01
 
 
 @unique
@@ -54,6 +55,16 @@ class CuttableBus:
         """The port that stands for the server's."""
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         return int(self._server.sockets[0].getsockname()[1])
+
+    async def stop(self) -> None:
+        """Every connection breaks; returns when all of them are gone. A loop that still had some would not close."""
+        if self._server is not None:
+            self._server.close()
+        for client in list(self._clients):
+            client.cut(None)
+            client.cut(Cut.RESET)
+        while self._clients:
+            await asyncio.sleep(_POLL_S)
 
     async def cut(self, name: str, kind: Cut) -> int:
         """Every connection of `name`, and those it tries to make. How many there were."""

@@ -60,5 +60,8 @@ def cuttable_plant(data: Path) -> Iterator[CuttablePlant]:
         bus = CuttableBus(far.hostname, far.port)
         login, _, _ = far.netloc.rpartition("@")
         near = f"nats://{login}@{far.hostname}:{loop.do(bus.start(), 5.0)}"
-        with stub_plant(data / "chorus", nats_url=near) as system:
-            yield CuttablePlant(system, bus, loop)
+        try:
+            with stub_plant(data / "chorus", nats_url=near) as system:
+                yield CuttablePlant(system, bus, loop)
+        finally:
+            loop.do(bus.stop(), 5.0)
