@@ -30,6 +30,7 @@ from shared.limits import (
     GATEWAY_STREAMS_MAX,
     LOG_MISSING_S,
     LOOP_LAG_S_MAX,
+    RELAY_ALIVE_S,
     RELAY_GONE_S,
     RELAY_OPEN_S,
     RELAY_TRY_S,
@@ -285,7 +286,7 @@ class Relays:
         self.idle = asyncio.Event()  # nobody is followed
         self.idle.set()
         self._lives = Lives(clock.now_s())
-        self._let_go: OrderedDict[str, None] = OrderedDict()  # streams whose relay was told; late frames are no news
+        self._let_go: OrderedDict[str, float] = OrderedDict()  # streams whose relay was told, and when
         self._outbox: deque[tuple[str, bytes]] = deque()  # bounded by the streams: a credit or a close for each
         self._wake = asyncio.Event()
         self._frames: Subscription | None = None
@@ -348,8 +349,13 @@ class Relays:
         self._lives.heard(relay, clock.now_s())
 
     def disown(self, stream_id: str) -> None:
-        """A stream that nobody here waits for: whichever relay has it may let it go."""
-        if stream_id not in self._let_go:
+        """A stream that nobody here waits for: whichever relay has it may let it go.
+
+        Frames that were on their way are no news. One that comes later is: a relay that heard the close before it
+        had opened the stream would go on, and say that a client is attached who has left.
+        """
+        told_s = self._let_go.get(stream_id)
+        if told_s is None or clock.now_s() - told_s > RELAY_ALIVE_S:
             for relay in self._lives.relays:
                 self.say(self._names.credit(relay), Credit(stream_id=stream_id, close=True))
 
@@ -358,7 +364,7 @@ class Relays:
 
     def say(self, subject: str, credit: Credit) -> None:
         if credit.close:
-            self._let_go[credit.stream_id] = None
+            self._let_go[credit.stream_id] = clock.now_s()
             if len(self._let_go) > _LET_GO_MAX:
                 self._let_go.popitem(last=False)
         self._outbox.append((subject, encode(credit)))

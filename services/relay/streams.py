@@ -9,7 +9,7 @@
 One follower per reply, whatever the number of its streams. Commands come back as values; the shell performs them.
 """
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -29,6 +29,8 @@ from shared.messages import (
 )
 from shared.outcomes import Refusal, RefusalKind
 from shared.subjects import Names
+
+_LEFT_MAX = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,7 @@ class Streams:
         self._ready: deque[_Stream] = deque()
         self._queued: set[_Stream] = set()  # those in `_ready`
         self._opens = 0  # waiting for the first look
+        self._left: OrderedDict[str, None] = OrderedDict()  # streams that were closed when they did not stand (yet)
         self._draining = False
 
     def __len__(self) -> int:
@@ -155,7 +158,13 @@ class Streams:
         return self._attach(reply, request, answer_to, now)
 
     def _attach(self, reply: _Reply, request: OpenStream, answer_to: str, now: float) -> list[Command]:
-        """The answer stands before the first frame: the writer says both, in this order."""
+        """The answer stands before the first frame: the writer says both, in this order.
+
+        A client that left while its stream was being opened gets none: nobody would ever close it, and meanwhile it
+        would say that a client is there.
+        """
+        if request.stream_id in self._left:
+            return [_refused(answer_to, RefusalKind.UNAVAILABLE, "This stream was closed before it stood.")]
         answer = Say(answer_to, encode(StreamOpened(relay=self._relay, credit_subject=self._names.credit(self._relay))))
         before = self._streams.get(request.stream_id)
         if before is not None and before.reply is reply and before.inbox == request.inbox:
@@ -202,7 +211,7 @@ class Streams:
         commands: list[Command] = []
         for request, answer_to in self._take_opens(reply):
             commands += self._attach(reply, request, answer_to, now)
-        return commands
+        return commands + self._leave_if_abandoned(reply)
 
     def absent(self, reply_id: str, wall_s: float) -> list[Command]:
         """There is no log: it was never accepted, or it has expired, which the age of the id tells apart."""
@@ -238,6 +247,10 @@ class Streams:
         """Frames were written to a client, or the client left."""
         stream = self._streams.get(credit.stream_id)
         if stream is None:
+            if credit.close:
+                self._left[credit.stream_id] = None
+                if len(self._left) > _LEFT_MAX:
+                    self._left.popitem(last=False)
             return []
         if credit.close:
             return self._remove(stream, None)

@@ -10,7 +10,7 @@ import pytest
 
 from services.gateway import conversation_client, live, lives, streams
 from shared.limits import GATEWAY_STREAMS_MAX, STREAM_CREDITS
-from shared.messages import Notice
+from shared.messages import Frame, Notice, encode
 from shared.outcomes import RefusalKind
 from tests.service.gateway_world import KEY, Log, World, chunk, end, eventually, opened, refused
 from tests.unit.gateway.sse_reader import parse_sse
@@ -283,6 +283,24 @@ async def test_a_stream_whose_open_was_never_answered_is_let_go(world, http, mon
     await eventually(lambda: len(relay.opens) == 2, "the open is under way")
     await leave(asking)
     await eventually(lambda: relay.opens[1].stream_id in relay.closed, "the relay knows")
+
+
+async def test_a_relay_that_goes_on_with_a_stream_nobody_waits_for_is_told_again(world, http, monkeypatch):
+    """It heard the close before it had opened the stream; what it sends later shows that it did not take it in."""
+    monkeypatch.setattr(streams, "RELAY_ALIVE_S", 0.1)
+    relay = world.relays[0]
+    async with http.post("/v1/responses", json=STREAM) as response:
+        await response.read()
+    relay.hold_opens.clear()
+    asking = asyncio.create_task(http.post("/v1/responses", json=STREAM).__aenter__())
+    await eventually(lambda: len(relay.opens) == 2, "the open is under way")
+    await leave(asking)
+    opened_late = relay.opens[1]
+    await eventually(lambda: opened_late.stream_id in relay.closed, "the relay knows")
+    relay.closed.clear()
+    await asyncio.sleep(0.15)
+    await world.bus.publish(opened_late.inbox, encode(Frame(stream_id=opened_late.stream_id, number=1)))
+    await eventually(lambda: opened_late.stream_id in relay.closed, "the relay is told again")
 
 
 async def test_notices_reach_whoever_waits_and_are_not_replayed(world, http):

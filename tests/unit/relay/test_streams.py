@@ -163,6 +163,19 @@ def test_the_answer_stands_before_the_first_frame():
     assert subjects == ["answer", NAMES.presence(REPLIES[0]), "inbox"]
 
 
+def test_a_client_that_left_while_its_stream_was_opened_is_not_present():
+    """Its close comes before the log was looked at, or before the open itself: no stream, no presence, nobody follows."""
+    for early in (True, False):
+        world = World()
+        if early:
+            world.credit(0, close=True)
+        world.open(0)
+        world.credit(0, close=True)
+        world.feed(0, 2)
+        world.write()
+        assert (world.answers["answer0"], len(world.streams), world.followed, world.said) == (1, 0, set(), [])
+
+
 def test_presence_is_due_per_reply_and_not_per_stream():
     """Two streams of one reply are one presence message a period."""
     world = World()

@@ -126,4 +126,4 @@ def test_a_heartbeat_covers_every_dispatch_it_names():
     idle = msgspec.structs.replace(stats, running=0)
     assert heartbeat(dataclasses.replace(beat, stats=idle)).step_tokens == 80
     slow = msgspec.structs.replace(stats, running=5, waiting=0, step=StepModel(base_s=0.01, per_token_s=0.002))
-    assert heartbeat(dataclasses.replace(beat, stats=slow)).step_tokens == 5 + 15, "0.05 s are 0.02 and 15 tokens"
+    assert heartbeat(dataclasses.replace(beat, stats=slow)).step_tokens == 5 + 6, "0.02 s for who runs, and 0.65 of it"
