@@ -178,6 +178,7 @@ STORE_MIGRATE_S = 60.0  # one migration, or the wait for another process that mi
 # --- Valkey ----------------------------------------------------------------------------------------
 VALKEY_CONNECTIONS_MAX = 16  # of one process
 VALKEY_CALL_S = 2.0  # one round trip, connecting included; past it the caller goes on without
+VALKEY_PROBE_S = 0.25  # the same while it is away: one that is frozen takes connections, and whoever asks waits
 VALKEY_AWAY_S = 1.0  # one that is away is tried again this often
 
 # --- what a user may use (settings replace the figures of a tier) ----------------------------------

@@ -20,7 +20,7 @@ from redis.exceptions import NoScriptError, RedisError, ResponseError
 
 from shared import clock
 from shared.errors import ConfigError, ValkeyAwayError
-from shared.limits import VALKEY_AWAY_S, VALKEY_CALL_S, VALKEY_CONNECTIONS_MAX
+from shared.limits import VALKEY_AWAY_S, VALKEY_CALL_S, VALKEY_CONNECTIONS_MAX, VALKEY_PROBE_S
 
 _SILENT_MAX = 2  # calls in a row without an answer in time; then it is away. One alone may have been our own lateness
 
@@ -109,7 +109,7 @@ class Valkey:
                 raise ValkeyAwayError("Valkey was away a moment ago")
             self._try_again_s = clock.now_s() + VALKEY_AWAY_S  # this call finds out, the others do not wait for it
         try:
-            async with asyncio.timeout(self._call_s), self._room:
+            async with asyncio.timeout(min(self._call_s, VALKEY_PROBE_S) if self.away else self._call_s), self._room:
                 return await self._exchange(commands)
         except TimeoutError as error:
             self._silent += 1

@@ -108,6 +108,8 @@ class ReplyStream:
             batch = await self._open() if self._lost is not None else self._take()
             if batch is not None:
                 return batch
+            if self._lost is None and self._inbox:
+                continue  # frames that overtook the answer to the open: they woke nobody, and may be the last
             now = clock.now_s()
             left = until - now
             if self._lost is None and now - self._news_s > QUIET_S:

@@ -120,6 +120,7 @@ class FakeRelay:
         self.frame_entries_max = 8
         self.skip_number_once = False
         self.lose_last_once = False
+        self.frames_first = False  # the answer to an open is overtaken by what follows it
         self.notices: dict[str, list[Notice]] = {}
         self.paused = False
         self.hold_opens = asyncio.Event()  # cleared: opens are heard and not answered
@@ -177,8 +178,13 @@ class FakeRelay:
             else:
                 self.credits[request.stream_id] = request.credits
                 opened_as = StreamOpened(relay=self.name, credit_subject=NAMES.credit(self.name))
-                await self.bus.publish(message.reply, encode(opened_as))
-                self._tasks.append(self._group.create_task(self._stream(request, log)))
+                following = self._stream(request, log)
+                if self.frames_first:
+                    await following
+                    await self.bus.publish(message.reply, encode(opened_as))
+                else:
+                    await self.bus.publish(message.reply, encode(opened_as))
+                    self._tasks.append(self._group.create_task(following))
 
     async def _stream(self, request: OpenStream, log: Log) -> None:
         at = next((n for n, item in enumerate(log.items) if item.seq > request.after_seq), len(log.items))

@@ -12,6 +12,7 @@ from services.gateway import conversation_client, live, lives, streams
 from shared.limits import GATEWAY_STREAMS_MAX, STREAM_CREDITS
 from shared.messages import Frame, Notice, encode
 from shared.outcomes import RefusalKind
+from tests.service.conversation_world import a_message
 from tests.service.gateway_world import KEY, Log, World, chunk, end, eventually, opened, refused
 from tests.unit.gateway.sse_reader import parse_sse
 
@@ -283,6 +284,15 @@ async def test_a_stream_whose_open_was_never_answered_is_let_go(world, http, mon
     await eventually(lambda: len(relay.opens) == 2, "the open is under way")
     await leave(asking)
     await eventually(lambda: relay.opens[1].stream_id in relay.closed, "the relay knows")
+
+
+async def test_frames_that_overtake_the_answer_to_their_open_are_shown_at_once(world):
+    """All of a reply may be here before the relay's answer is: nothing would come after it to wake anybody."""
+    world.relays[0].frames_first = True
+    reply_id = world.accept(a_message())
+    async with world.gateway.relays.follow(reply_id) as stream, asyncio.timeout(streams.QUIET_S / 2):
+        batch = await stream.next(streams.QUIET_S)
+    assert batch.closing == "ended"
 
 
 async def test_a_relay_that_goes_on_with_a_stream_nobody_waits_for_is_told_again(world, http, monkeypatch):

@@ -8,6 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from services.conversation.quota_store import BucketName, QuotaStore, Settlement
+from shared import valkey as valkey_calls
 from shared.errors import ValkeyAwayError
 from shared.quota import Bucket, Limit
 from shared.tiers import Tier
@@ -107,3 +108,21 @@ async def test_one_that_is_not_there_is_away() -> None:
         with pytest.raises(ValkeyAwayError):
             await store.reserve(BUCKET, Limit(1, 1), "a", amount=1, now_s=1_700_000_000.0)
     assert told == [True]
+
+
+async def test_one_that_is_frozen_holds_up_nobody_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes connections and says nothing. Who finds that out waits; whoever asks later waits a fraction of it."""
+    monkeypatch.setattr(valkey_calls, "VALKEY_PROBE_S", 0.02)
+    monkeypatch.setattr(valkey_calls, "VALKEY_AWAY_S", 0.0)
+    frozen = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
+    client = Valkey(f"redis://127.0.0.1:{frozen.sockets[0].getsockname()[1]}", call_s=0.5)
+    for _ in range(2):
+        with pytest.raises(ValkeyAwayError):
+            await client.call("PING")
+    assert client.away
+    async with asyncio.timeout(0.4):
+        for _ in range(3):
+            with pytest.raises(ValkeyAwayError):
+                await client.call("PING")
+    await client.close()
+    frozen.close()
