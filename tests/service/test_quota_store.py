@@ -114,8 +114,15 @@ async def test_one_that_is_frozen_holds_up_nobody_for_long(monkeypatch: pytest.M
     """It takes connections and says nothing. Who finds that out waits; whoever asks later waits a fraction of it."""
     monkeypatch.setattr(valkey_calls, "VALKEY_PROBE_S", 0.02)
     monkeypatch.setattr(valkey_calls, "VALKEY_AWAY_S", 0.0)
-    frozen = await asyncio.start_server(lambda *_: None, "127.0.0.1", 0)
-    client = Valkey(f"redis://127.0.0.1:{frozen.sockets[0].getsockname()[1]}", call_s=0.5)
+    gone: list[asyncio.StreamWriter] = []
+
+    async def frozen(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+        gone.append(writer)
+
+    server = await asyncio.start_server(frozen, "127.0.0.1", 0)
+    client = Valkey(f"redis://127.0.0.1:{server.sockets[0].getsockname()[1]}", call_s=0.5)
     for _ in range(2):
         with pytest.raises(ValkeyAwayError):
             await client.call("PING")
@@ -125,4 +132,8 @@ async def test_one_that_is_frozen_holds_up_nobody_for_long(monkeypatch: pytest.M
             with pytest.raises(ValkeyAwayError):
                 await client.call("PING")
     await client.close()
-    frozen.close()
+    async with asyncio.timeout(5.0):
+        while len(gone) < 5:
+            await asyncio.sleep(0.01)
+    server.close()
+    await asyncio.gather(*(writer.wait_closed() for writer in gone), return_exceptions=True)
