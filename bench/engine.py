@@ -312,12 +312,18 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
         "trials": trials,
         "missing": absent,
         "settings": {
-            name: {"command": peer.command(0, args.threads), "version": peer.version} for name, peer in there.items()
+            name: {"command": [_relative(part) for part in peer.command(0, args.threads)], "version": peer.version}
+            for name, peer in there.items()
         },
         "threads": args.threads,
         "load_average": os.getloadavg(),
         "hardware": describe(("numpy", "torch")),
     }
+
+
+def _relative(part: str) -> str:
+    """Paths from here, so that a result says nothing of the machine's folders."""
+    return part.replace(f"{ROOT}/", "")
 
 
 def table(result: dict[str, object]) -> str:
