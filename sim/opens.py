@@ -1,7 +1,7 @@
 """How many attempts a reply has had, told from its `open` entries alone: what the checkers hold the code against."""
 
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import zip_longest
 
 from shared.limits import ATTEMPTS_LOST_MAX, ATTEMPTS_MAX, OPENS_MAX
 from shared.messages import Open
@@ -12,14 +12,11 @@ def lost_in_a_row(opens: Sequence[Open], tokens: int) -> int:
 
     `tokens` stand in the log by now.
     """
-    wrote = [later.first_index > entry.first_index for entry, later in pairwise(opens)]
-    wrote += [tokens > entry.first_index for entry in opens[-1:]]
-    given_back = [later.returned > entry.returned for entry, later in pairwise(opens)] + [False]
     count = 0
-    for wrote_something, back in zip(reversed(wrote), reversed(given_back[: len(wrote)]), strict=True):
-        if wrote_something:
+    for entry, later in reversed(list(zip_longest(opens, opens[1:]))):
+        if (tokens if later is None else later.first_index) > entry.first_index:
             break
-        count += not back
+        count += later is None or later.returned == entry.returned
     return count
 
 
