@@ -263,17 +263,19 @@ BETTER: dict[str, Callable[[float, float], float]] = {
 
 def ratios(figures: dict[str, dict[str, float]]) -> dict[str, float]:
     """Ours to the best peer of each figure; above 1 is better, also where less is."""
+
+    def of_peers(name: str) -> list[float]:
+        return [peer[name] for who, peer in figures.items() if not who.startswith("chorus") and name in peer]
+
     ours = figures.get("chorus", {})
     found: dict[str, float] = {}
     for name, value in ours.items():
-        others = [peer[name] for who, peer in figures.items() if not who.startswith("chorus") and name in peer]
-        if others:
+        if others := of_peers(name):
             less_is_better = name in BETTER
             best = min(others) if less_is_better else max(others)
             found[name] = round(best / value if less_is_better else value / best, 2)
     key = f"batch{COMPARED}"
-    others = [peer[key] for who, peer in figures.items() if not who.startswith("chorus") and key in peer]
-    if WHOLE in figures and others:
+    if WHOLE in figures and (others := of_peers(key)):
         found["whole"] = round(figures[WHOLE][key] / max(others), 2)
     bar, torch = figures.get("transformers", {}), figures.get("chorus-torch", {})
     found |= {f"torch_{name}": round(torch[name] / value, 2) for name, value in bar.items() if name in torch}
