@@ -274,9 +274,8 @@ async def test_frames_that_may_be_lost_while_a_stream_opens_are_asked_for_again(
     assert len(relay.opens) == 2
 
 
-async def test_a_stream_whose_open_was_never_answered_is_let_go(world, http, monkeypatch):
-    """The client left before the relay answered: the relay is told that nobody waits."""
-    relay = world.relays[0]
+async def left_while_opening(relay, http):
+    """The open of a stream whose client left before the relay answered; the relay has been told that nobody waits."""
     async with http.post("/v1/responses", json=STREAM) as response:
         await response.read()
     relay.hold_opens.clear()
@@ -284,6 +283,12 @@ async def test_a_stream_whose_open_was_never_answered_is_let_go(world, http, mon
     await eventually(lambda: len(relay.opens) == 2, "the open is under way")
     await leave(asking)
     await eventually(lambda: relay.opens[1].stream_id in relay.closed, "the relay knows")
+    return relay.opens[1]
+
+
+async def test_a_stream_whose_open_was_never_answered_is_let_go(world, http):
+    """The client left before the relay answered: the relay is told that nobody waits."""
+    assert await left_while_opening(world.relays[0], http)
 
 
 async def test_frames_that_overtake_the_answer_to_their_open_are_shown_at_once(world):
@@ -299,14 +304,7 @@ async def test_a_relay_that_goes_on_with_a_stream_nobody_waits_for_is_told_again
     """It heard the close before it had opened the stream; what it sends later shows that it did not take it in."""
     monkeypatch.setattr(streams, "RELAY_ALIVE_S", 0.1)
     relay = world.relays[0]
-    async with http.post("/v1/responses", json=STREAM) as response:
-        await response.read()
-    relay.hold_opens.clear()
-    asking = asyncio.create_task(http.post("/v1/responses", json=STREAM).__aenter__())
-    await eventually(lambda: len(relay.opens) == 2, "the open is under way")
-    await leave(asking)
-    opened_late = relay.opens[1]
-    await eventually(lambda: opened_late.stream_id in relay.closed, "the relay knows")
+    opened_late = await left_while_opening(relay, http)
     relay.closed.clear()
     await asyncio.sleep(0.15)
     await world.bus.publish(opened_late.inbox, encode(Frame(stream_id=opened_late.stream_id, number=1)))
