@@ -29,17 +29,14 @@ async def whole(postgres_url: str) -> AsyncIterator[Whole]:
 async def test_two_thousand_senseless_requests_are_answered_sensibly(
     whole: Whole, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Bodies, headers, paths and bytes from a fixed seed: hardly a 503 and no other 5xx, no traceback, each 4xx in one shape, and it still works."""
+    """Bodies, headers, paths and bytes from a fixed seed: no 5xx, no traceback, each 4xx in one shape, and it still works."""
     client = await whole.client("ann")
     key = client.headers["Authorization"].split()[1]
     conversation = await _made(client, "/v1/conversations", title="x")
     reply = await _made(client, "/v1/responses", input="hi", conversation=conversation)
     with caplog.at_level(logging.ERROR):
         statuses, wrong = await fuzz(whole.url, key, Fuzzer(20260101, [conversation, reply]), REQUESTS)
-    # A loaded machine may say so, and when to come again: an honest answer, as long as it is a rare one.
-    busy = [one for one in wrong if one.startswith("503") and '"code":"unavailable"' in one]
-    assert [one for one in wrong if one not in busy] == []
-    assert len(busy) <= REQUESTS / 100
+    assert wrong == []
     assert statuses[200] > REQUESTS / 20
     assert statuses[400] > REQUESTS / 10
     assert [record.getMessage() for record in caplog.records] == []
