@@ -17,9 +17,7 @@ STUCK_STEP_FACTOR = 3.0  # "stuck" = this many times the predicted step
 STUCK_STEP_S_MIN = 1.0  # and at least this: a short step on a busy machine is not stuck
 ATTEMPTS_MAX = 3  # of a reply, in a row and without a token written; then it ends as `failed`
 ATTEMPTS_LOST_MAX = 6  # of a reply, however much they wrote
-OPENS_MAX = (
-    12  # `open` entries of one reply, with those that were refused or handed back, which are not held against the reply
-)
+OPENS_MAX = 12  # `open` entries of one reply, with those that were refused or handed back
 ASK_TIMEOUT_S = 0.5  # one question to a replica; then it is asked again
 UNANSWERED_S = 3.0  # questions unanswered this long with no log progress are a verdict
 PROGRESS_CHECK_S = 0.15  # a silent replica's log is read twice, this far apart, before the verdict

@@ -40,9 +40,9 @@ from shared.service import HealthDoors
 from shared.telemetry import Log
 
 _SENTENCES = {
+    400: "This is not a request that can be read as HTTP/1.1.",
     404: "There is nothing at this address.",
     405: "This address does not take that method.",
-    400: "This is not a request that can be read as HTTP/1.1.",
     408: f"The request was not said to its end within {HEAD_READ_S:g} s.",
     413: f"The body is larger than {BODY_BYTES_MAX} bytes.",
     431: f"The headers are larger than {HEADER_BYTES_MAX} bytes.",
