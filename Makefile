@@ -2,6 +2,7 @@
 PYTHON ?= python3.11
 BIN := .venv/bin
 INSTALLED := .venv/.installed
+PLOTS := .venv/.plots
 MODEL := .models/SmolLM2-135M-Instruct.Q4_1.gguf
 ARGS ?=
 AGREEMENT := tests/unit/replica/agreement
@@ -20,6 +21,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	touch $@
 
 models: $(MODEL)
+
+# What draws the benches' pictures; nothing else needs it.
+$(PLOTS): $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[bench]'
+	touch $@
 
 $(MODEL): | $(INSTALLED)
 	$(BIN)/chorus models fetch
@@ -63,14 +69,14 @@ drill: setup models
 sim: setup
 	$(BIN)/python -m sim $(ARGS)
 
-bench-plane: setup
+bench-plane: setup $(PLOTS)
 	$(BIN)/python -m bench.plane $(ARGS)
 
 # What can be had of them goes to .venvs; the rest is named as missing.
 bench-peers: setup models
 	$(BIN)/python -m bench.engine_peers $(ARGS)
 
-bench-engine: setup models
+bench-engine: setup models $(PLOTS)
 	$(BIN)/python -m bench.engine $(ARGS)
 
 # What can be made again. The environment, the model and the data folder stay.

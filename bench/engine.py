@@ -1,6 +1,7 @@
 """The engine beside what people would use instead: same weights, same machine, same client, one server at a time.
 
 python -m bench.engine [--trials 3] [--only NAME,...] [--threads 2] [--out bench/results/engine.json]
+    prints a table, writes the figures and, beside them, a picture
 
 Each figure is the median of the trials; trials go round the systems, so that a machine that slows down slows all. Every
 trial has a slice of text that no server has seen. Prompts are token ids, greedy, end-of-text ignored.
@@ -37,6 +38,7 @@ from typing import Any
 from bench.client import Stream, stream
 from bench.engine_peers import MODEL_FILE, PEERS, Peer
 from bench.hardware import describe
+from bench.plots import draw
 from bench.region import region
 from shared.tokenizer import Tokenizer, load_tokenizer
 
@@ -335,7 +337,8 @@ def table(result: dict[str, object]) -> str:
         ["", *names],
         *([who, *(f"{found.get(name, float('nan')):.4g}" for name in names)] for who, found in figures.items()),
     ]
-    rows.append(["ours / best", *(f"{result['ratios'].get(name, float('nan')):.2f}" for name in names)])
+    for label, prefix in (("ours / best", ""), ("torch / transformers", "torch_")):
+        rows.append([label, *(f"{result['ratios'].get(prefix + name, float('nan')):.2f}" for name in names)])
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     lines += [f"missing: {who}: {why}" for who, why in result["missing"].items()]
@@ -353,6 +356,7 @@ def main() -> None:
     args = parser.parse_args()
     result = asyncio.run(measure(args))
     args.out.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    draw("engine", result, args.out.with_suffix(".svg"))
     print(table(result))
 
 

@@ -30,6 +30,7 @@ import uvloop
 from bench import hardware
 from bench.client import Stream, stream
 from bench.engine_peers import PROXIES
+from bench.plots import draw
 from bench.region import READY_S, free_port, region
 from shared.bus.nats import connect
 from shared.messages import Chunk, Entry, decoder
@@ -352,6 +353,7 @@ def main() -> None:
     figures["hardware"] = hardware.describe(("nats-py", "aiohttp", "uvloop", "msgspec"))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(figures, indent=2) + "\n")
+    draw("plane", figures, options.out.with_suffix(".svg"))
     print(table(figures))
     print("ratios:", {name: round(ratio, 2) for name, ratio in figures["ratios"].items()})
     print("at 30 % of the maximum:", {key: round(value, 2) for key, value in figures["paced"].items()})

@@ -1,24 +1,28 @@
 """What quantised activations cost: perplexity and greedy agreement on our prose, beside float32 on the same weights.
 
-python -m bench.quality [--tokens 20480] [--cases fast,precise,fast/int8,...] [--out bench/results/quality.json]
+python -m bench.quality [--tokens 20480] [--cases fast,fast/int8,...,llama.cpp] [--out bench/results/quality.json]
     a case: the kernels' mode, and after a slash what keys and values are kept as, if not as half precision
+    llama.cpp: its own programs (make bench-peers), on the same file, beside their float32 on the file's weights
 
 Windows of 512 tokens, each scored from its second token on; the kernels compute them as decodes, a token of every
 window in each step, because a step hands out the logits of last rows only. Float32 is torch over the dequantised
-weights.
+weights. llama.cpp scores the second half of each window only; so every case says its agreement there, too.
 """
 
 import argparse
 import hashlib
 import json
 import math
+import re
+import subprocess
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.engine_peers import MODEL_FILE
+from bench.engine_peers import LLAMA_SERVER, MODEL_FILE
 from bench.hardware import describe
 from services.replica.core.plan import SeqChunk
 from services.replica.model.kv_size import KvType
@@ -32,8 +36,9 @@ from shared.tokenizer import load_tokenizer
 
 TEXT = Path(__file__).parent / "data/prose.txt"
 RESULT = Path(__file__).parent / "results/quality.json"
-CASES = ("fast", "precise", "fast/float32", "fast/bfloat16", "fast/int8", "precise/int8")
+CASES = ("fast", "precise", "fast/float32", "fast/bfloat16", "fast/int8", "precise/int8", "llama.cpp")
 WINDOW = 512
+PROGRAM_S = 1800.0
 BLOCKS = WINDOW // BLOCK_TOKENS
 Scores = tuple[
     NDArray[np.float64], NDArray[np.int64]
@@ -84,6 +89,36 @@ def native(windows: NDArray[np.int64], variant: Variant, kv: KvType, *, precise:
     return np.stack([one for one, _ in found], axis=1), np.stack([best for _, best in found], axis=1)
 
 
+def llama_cpp(windows: int, threads: int) -> dict[str, float]:
+    """What its own comparison says of the file beside the same weights in float32, over the same text."""
+    programs = LLAMA_SERVER.parent
+
+    def ran(program: str, *flags: str) -> str:
+        command = [str(programs / program), *flags]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_S, check=True)
+        return done.stdout + done.stderr
+
+    with tempfile.TemporaryDirectory(prefix="quality-") as folder:
+        wide, base = f"{folder}/float32.gguf", f"{folder}/logits"
+        ran("llama-quantize", "--allow-requantize", str(MODEL_FILE), wide, "F32")
+        shape = ["-c", str(WINDOW), "-b", str(WINDOW), "--chunks", str(windows), "-t", str(threads)]
+        ran("llama-perplexity", "-m", wide, "-f", str(TEXT), "--kl-divergence-base", base, *shape)
+        said = ran("llama-perplexity", "-m", str(MODEL_FILE), "--kl-divergence-base", base, "--kl-divergence", *shape)
+
+    def number(label: str) -> float:
+        found = re.search(rf"{label}\s*:\s*([\d.]+)", said)
+        if found is None:
+            raise SystemExit(f"llama-perplexity says no {label!r}")
+        return float(found.group(1))
+
+    perplexity, wanted = number(r"Mean PPL\(Q\)"), number(r"Mean PPL\(base\)")
+    return {
+        "perplexity": perplexity,
+        "perplexity_change_percent": 100 * (perplexity / wanted - 1),
+        "greedy_agreement_second_half_percent": number("Same top p"),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=int, default=20_480)
@@ -106,6 +141,13 @@ def main() -> None:
         "hardware": describe(("numpy", "torch")),
     }
     for case in ("float32", *args.cases.split(",")):
+        if case == "llama.cpp":
+            if (LLAMA_SERVER.parent / "llama-quantize").exists():
+                result[case] = llama_cpp(count, args.threads)
+                print(case, result[case], flush=True)
+            else:
+                print("llama.cpp is not there (make bench-peers)")
+            continue
         found, chosen = wanted, best
         if case != "float32":
             mode, _, kind = case.partition("/")
@@ -116,6 +158,7 @@ def main() -> None:
             "perplexity": perplexity,
             "perplexity_change_percent": 100 * (perplexity / base - 1),
             "greedy_agreement_percent": 100 * float((chosen == best).mean()),
+            "greedy_agreement_second_half_percent": 100 * float((chosen == best)[:, WINDOW // 2 :].mean()),
         }
         print(case, result[case], flush=True)
     args.out.write_text(json.dumps(result, indent=1) + "\n")

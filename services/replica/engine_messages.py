@@ -21,7 +21,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     model_file: str  # a GGUF file, a folder of config.json and safetensors, or "stub"
     weights: str = "as-stored"  # or what float matrices are quantised to at load: q8_0, q4_1, q4_0
-    kv_type: str = "auto"  # of keys and values: float32, bfloat16, float16, int8; auto: the runner's own
+    kv_type: str = "auto"  # of keys and values: float32, bfloat16, float16, int8, float8; auto: the runner's own
     device: str = "cpu"  # or cuda
     stub_tps: float = 0.0  # tokens per second of each sequence; 0: as fast as possible
     threads: int = 1

@@ -52,8 +52,9 @@ from shared.errors import ConfigError, EngineError
 from shared.limits import ENGINE_REPORTS_MAX, ENGINE_START_S, ENGINE_STOP_S, STUCK_STEP_FACTOR
 
 _ROOT = Path(__file__).resolve().parents[2]
-# Threads that wait for each other must not spin: on a busy machine that costs far more than waking them.
-_QUIET_THREADS = {"OMP_WAIT_POLICY": "PASSIVE"}
+# Torch's threads wait for each other between operations, some hundred times a step: to sleep each time costs a third of
+# their speed, to spin for as long as they like costs the others on a busy machine more. So many turns are about 0.2 ms.
+_QUIET_THREADS = {"GOMP_SPINCOUNT": "20000"}
 _EXIT_S = 1.0  # a process whose socket closed is gone within this
 _STUCK_S_MIN = 1.0  # a short step on a busy machine is not stuck
 

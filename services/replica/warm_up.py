@@ -8,7 +8,7 @@ from services.replica.core.detokenize import Vocabulary
 from services.replica.core.plan import SeqChunk, StepPlan, blocks_for
 from services.replica.core.scheduler import Scheduler, SchedulerLimits
 from services.replica.core.sequence import Demand
-from services.replica.core.step_budget import ALONE_STEP_S, MIXED_STEP_S
+from services.replica.core.step_budget import tokens_s
 from services.replica.core.step_fit import StepSample, tokens_within
 from services.replica.runner import Runner
 from shared.errors import EngineError
@@ -103,12 +103,9 @@ def _measure(
 
 
 def step_budgets(model: StepModel, running_max: int, alone: int, mixed: int) -> tuple[int, int]:
-    """(step_tokens_max, mixed_tokens_max): as asked for, or what the measured step time allows, in whole blocks.
-
-    A step that is long whatever is in it may be twice as long: else its prompts would wait for ever to keep it short.
-    """
+    """(step_tokens_max, mixed_tokens_max): as asked for, or what the measured step time allows, in whole blocks."""
     least = running_max + BLOCK_TOKENS
-    alone_s, mixed_s = max(ALONE_STEP_S, 2 * model.base_s), max(MIXED_STEP_S, 2 * model.base_s)
+    alone_s, mixed_s = tokens_s(model)
     alone = max(least, alone or min(_blocks_down(tokens_within(model, alone_s)), STEP_TOKENS_MAX))
     mixed = mixed or _blocks_down(tokens_within(model, mixed_s))
     return alone, max(BLOCK_TOKENS, min(mixed, alone))

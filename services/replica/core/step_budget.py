@@ -6,7 +6,9 @@
     far more decodes than prompts   twice the decodes'  or PROTECTED_STEP_S, if that is longer: the many are not slowed
                                     own step            down for the few
 
-A token costs more the more it attends to, so that chunks of a long prompt become shorter towards its end. Pure.
+A token costs more the more it attends to, so that chunks of a long prompt become shorter towards its end. Where a step
+costs much before it holds a single token (weights read in float32), it may be longer: a few long steps instead of many
+that are mostly base. Pure.
 """
 
 from math import sqrt
@@ -19,6 +21,9 @@ MIXED_STEP_S = 0.1
 PROTECTED_STEP_S = 0.03  # thirty tokens a second: more than anybody reads
 _PROTECTED_FACTOR = 0.65  # of the decodes' own step, added to it: less than twice, as predictions err
 _MANY = 4  # decodes for each prompt
+# Times the base, that prompts may take: beside decodes a quarter of a step at most goes into reading weights, and one
+# part in sixteen when nobody waits for a next token.
+_WORK, _WORK_ALONE = 3, 15
 _TOKENS_MIN = 4  # of a prompt, in any step
 
 
@@ -59,10 +64,26 @@ def room_s(model: StepModel, *, decodes_s: float, decodes: int, prompts: int) ->
     A step that is long whatever is in it may be twice as long: else its prompts would wait for ever to keep it short.
     """
     if decodes == 0:
-        return max(ALONE_STEP_S_MAX - model.base_s, model.base_s)
+        return alone_room_s(model)
     if decodes <= _MANY * prompts:
-        return max(MIXED_STEP_S - model.base_s, model.base_s)
+        return mixed_room_s(model)
     return max(PROTECTED_STEP_S - decodes_s, _PROTECTED_FACTOR * decodes_s)
+
+
+def alone_room_s(model: StepModel) -> float:
+    """Seconds for prompts in a step without decodes."""
+    return max(ALONE_STEP_S_MAX - model.base_s, model.base_s)
+
+
+def mixed_room_s(model: StepModel) -> float:
+    """Seconds for prompts in a step where about as many wait for their first token as for their next one."""
+    return max(MIXED_STEP_S - model.base_s, min(_WORK * model.base_s, alone_room_s(model)))
+
+
+def tokens_s(model: StepModel) -> tuple[float, float]:
+    """Seconds of a step whose tokens attend to little: without decodes, and beside them."""
+    alone_s = model.base_s + min(max(ALONE_STEP_S - model.base_s, _WORK_ALONE * model.base_s), alone_room_s(model))
+    return alone_s, model.base_s + mixed_room_s(model)
 
 
 def _within(model: StepModel, start: int, seconds: float) -> int:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch.nn import functional
 
 from services.replica.core.plan import SeqChunk, blocks_for
 from services.replica.model.config import ModelConfig
@@ -72,13 +73,13 @@ def longs(numbers: Sequence[int], device: torch.device | None = None) -> torch.T
 
 @dataclass(frozen=True, slots=True)
 class _Group:
-    """Sequences computed in one go: `count` rows each. `hidden` marks the keys that a row may not see."""
+    """Sequences computed in one go: `count` rows each. `mask` is added to scores: 0, or -inf at keys not to be seen."""
 
     rows: torch.Tensor  # [sequences x count]
     sequences: int
     count: int
     blocks: torch.Tensor  # [sequences x blocks], tables padded with block 0
-    hidden: torch.Tensor  # [sequences, 1, count, keys]
+    mask: torch.Tensor  # [sequences, 1, count, keys]
 
 
 class PaddedAttention:
@@ -98,7 +99,7 @@ class PaddedAttention:
         device: torch.device | None = None,
     ) -> None:
         """`dtype` is that of queries, keys and values; `kind` what is kept of the latter, None: all of it."""
-        self._window, self._device = config.window, device
+        self._window, self._dtype, self._device = config.window, dtype, device
         self._cache = KvCache(config, blocks, dtype, kind=kind, device=device)
 
     @property
@@ -140,26 +141,23 @@ class PaddedAttention:
         hidden = keys > own
         if self._window:
             hidden |= keys <= own - self._window
+        mask = torch.zeros(hidden.shape, dtype=self._dtype).masked_fill_(hidden, float("-inf"))
         return _Group(
             rows=longs([row + at for row, _ in members for at in range(count)], self._device),
             sequences=len(members),
             count=count,
             blocks=torch.tensor(tables, device=self._device).flatten(),
-            hidden=hidden.unsqueeze(1).to(self._device),
+            mask=mask.unsqueeze(1).to(self._device),
         )
 
 
 def _attend(group: _Group, keys: torch.Tensor, values: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    heads, head_dim = queries.shape[1:]
-    kv_heads = keys.shape[0]
-    shared = heads // kv_heads  # query heads that read the same keys
-    # [sequences, kv_heads, shared x count, head_dim] against [sequences, kv_heads, keys, head_dim]
-    q = queries.view(group.sequences, group.count, kv_heads, shared, head_dim).permute(0, 2, 3, 1, 4)
-    q = q.reshape(group.sequences, kv_heads, shared * group.count, head_dim)
-    k = keys.view(kv_heads, group.sequences, -1, head_dim).transpose(0, 1)
-    v = values.view(kv_heads, group.sequences, -1, head_dim).transpose(0, 1)
-    scores = torch.matmul(q, k.transpose(-1, -2)) * head_dim**-0.5
-    scores.masked_fill_(group.hidden.repeat(1, 1, shared, 1), float("-inf"))
-    out = torch.matmul(scores.softmax(dim=-1), v)
-    out = out.view(group.sequences, kv_heads, shared, group.count, head_dim).permute(0, 3, 1, 2, 4)
-    return out.reshape(group.sequences * group.count, heads, head_dim)
+    """[kv_heads, sequences x keys, head_dim] twice and [sequences x count, heads, head_dim] -> the latter's shape.
+
+    Views all the way: what was gathered is not copied once more.
+    """
+    kv_heads, head_dim = keys.shape[0], keys.shape[2]
+    q = queries.view(group.sequences, group.count, -1, head_dim).transpose(1, 2)
+    k, v = (one.view(kv_heads, group.sequences, -1, head_dim).transpose(0, 1) for one in (keys, values))
+    out = functional.scaled_dot_product_attention(q, k, v, attn_mask=group.mask, enable_gqa=True)
+    return out.transpose(1, 2).flatten(0, 1)

@@ -1,7 +1,7 @@
 """The memory behind the block numbers, in plain torch: keys and values of every layer, in blocks of 16 tokens.
 
     keys, values   [layers, kv_heads, blocks, 16, head_dim]   in the cache's own number type
-    scales         [layers, kv_heads, blocks, 16]             of int8 rows: value = code x scale
+    scales         [layers, kv_heads, blocks, 16]             of int8 and float8 rows: value = code x scale
 
 Opaque to everyone but attention. What stands in a slot is meaningless until a step wrote it; the scheduler never lets
 a sequence read what was not written for its tokens.
@@ -10,15 +10,16 @@ a sequence read what was not written for its tokens.
 import torch
 
 from services.replica.model.config import ModelConfig
-from services.replica.model.kv_size import KvType
+from services.replica.model.kv_size import SCALED, KvType
 from shared.limits import BLOCK_TOKENS
 
-_CODE_MAX = 127
+_CODE_MAX = {KvType.INT8: 127, KvType.FLOAT8: 448}
 _TYPES = {
     KvType.FLOAT32: torch.float32,
     KvType.BFLOAT16: torch.bfloat16,
     KvType.FLOAT16: torch.float16,
     KvType.INT8: torch.int8,
+    KvType.FLOAT8: torch.float8_e4m3fn,
 }
 
 
@@ -27,23 +28,27 @@ class Store:
 
     def __init__(self, shape: tuple[int, ...], kind: KvType | None, dtype: torch.dtype, device: torch.device) -> None:
         # Zeroed, not empty: a padded row is masked, but 0 x NaN would still be NaN.
-        self._dtype = dtype
-        self._rows = torch.zeros(shape, dtype=dtype if kind is None else _TYPES[kind], device=device)
-        self._scales = torch.zeros(shape[:-1], device=device) if kind is KvType.INT8 else None
+        self._dtype, self._kept = dtype, dtype if kind is None else _TYPES[kind]
+        # Bytes stand for the eight-bit types: not every operation that moves rows knows all of those.
+        stored = torch.uint8 if kind in SCALED else self._kept
+        self._rows = torch.zeros(shape, dtype=stored, device=device)
+        self._scales = torch.zeros(shape[:-1], device=device) if kind in SCALED else None
+        self._code_max = _CODE_MAX[kind] if kind in SCALED else 0
 
     def write(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """[kv_heads, rows, head_dim] to their slots. What a row becomes depends on that row alone."""
         if self._scales is not None:
-            scales = rows.abs().amax(dim=-1) / _CODE_MAX
-            rows = (rows / scales.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)).round()
-            self._scales[layer].flatten(1, 2).index_copy_(1, slots, scales.to(torch.float32))
-        elif self._rows.dtype == torch.float16:
+            scales = rows.abs().amax(dim=-1).float() / self._code_max
+            rows = rows / scales.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
+            self._scales[layer].flatten(1, 2).index_copy_(1, slots, scales)
+        elif self._kept == torch.float16:
             rows = rows.clamp(-65504, 65504)
-        self._rows[layer].flatten(1, 2).index_copy_(1, slots, rows.to(self._rows.dtype))
+        kept = (rows.round() if self._kept == torch.int8 else rows).to(self._kept).view(self._rows.dtype)
+        self._rows[layer].flatten(1, 2).index_copy_(1, slots, kept)
 
     def read(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
         """[n] block numbers -> [kv_heads, n x 16, head_dim], in that order."""
-        rows = self._rows[layer].index_select(1, blocks).to(self._dtype)
+        rows = self._rows[layer].index_select(1, blocks).view(self._kept).to(self._dtype)
         if self._scales is not None:
             rows *= self._scales[layer].index_select(1, blocks).unsqueeze(-1)
         return rows.flatten(1, 2)

@@ -2,7 +2,7 @@
 
     block bytes = 2 layers x kv_heads x 16 tokens x (head_dim x bytes of a number + 4 where a scale stands beside them)
 
-An int8 row of a head (its keys, or its values, of one token) has one float32 scale.
+A row of a head (its keys, or its values, of one token) in int8 or float8 has one float32 scale.
 """
 
 from enum import Enum
@@ -19,14 +19,16 @@ class KvType(Enum):
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
     INT8 = "int8"
+    FLOAT8 = "float8"  # four bits of exponent, three of mantissa; of the torch runner
 
 
-NUMBER_BYTES = {KvType.FLOAT32: 4, KvType.BFLOAT16: 2, KvType.FLOAT16: 2, KvType.INT8: 1}
+NUMBER_BYTES = {KvType.FLOAT32: 4, KvType.BFLOAT16: 2, KvType.FLOAT16: 2, KvType.INT8: 1, KvType.FLOAT8: 1}
+SCALED = (KvType.INT8, KvType.FLOAT8)
 SCALE_BYTES = 4
 
 
 def kv_block_bytes(config: ModelConfig, kind: KvType) -> int:
-    row = config.head_dim * NUMBER_BYTES[kind] + (SCALE_BYTES if kind is KvType.INT8 else 0)
+    row = config.head_dim * NUMBER_BYTES[kind] + (SCALE_BYTES if kind in SCALED else 0)
     return 2 * config.layers * config.kv_heads * BLOCK_TOKENS * row
 
 

@@ -63,6 +63,8 @@ def _kernels(checkpoint: Checkpoint, config: EngineConfig) -> kernels.Variant | 
     """The kernels to use, or a sentence that says why none are."""
     if config.device != "cpu":
         return f"CHORUS_DEVICE={config.device}"
+    if config.kv_type != AUTO and KvType(config.kv_type) not in kernels.KV_TYPES:
+        return f"the kernels keep no {config.kv_type} (int8 takes as little memory)"
     misfit = native_runner.misfit(checkpoint, WEIGHTS[config.weights])
     if misfit is not None and config.weights == AS_STORED and native_runner.misfit(checkpoint, TensorType.Q8_0) is None:
         misfit += " (CHORUS_WEIGHTS=q8_0 quantises them for the kernels)"

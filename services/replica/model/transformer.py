@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch.nn import functional
 
 from services.replica.core.plan import SeqChunk, StepPlan
-from services.replica.model.attention import Attend, AttentionBackend, PaddedAttention, StepRows, lay_out
+from services.replica.model.attention import Attend, AttentionBackend, PaddedAttention, lay_out
 from services.replica.model.config import ModelConfig
-from services.replica.model.layers import Rope, rms_norm, swiglu
+from services.replica.model.layers import Rope, Turned, product, rms_norm, swiglu, turn
 from services.replica.model.loader import LayerWeights, Weights
 
 
@@ -53,21 +52,28 @@ class Transformer:
     def every(self, chunks: Sequence[SeqChunk], *, last_only: bool = False) -> torch.Tensor:
         """The logits of all rows, [rows, vocab], or of those alone whose next token is sampled."""
         rows = lay_out(chunks, self._device)
-        attend = self._attention.prepare(chunks, rows)
+        attend, turned = self._attention.prepare(chunks, rows), self._rope.at(rows.positions)
         x = self._weights.embedding[rows.tokens]
         for index, layer in enumerate(self._weights.layers):
-            x = x + self._mixed(x, index, layer, rows, attend)
+            x = x + self._mixed(x, index, layer, turned, attend)
             x = x + swiglu(rms_norm(x, layer.ffn_norm, self._config.eps), layer.gate_up, layer.down)
         wanted = x[rows.last_rows] if last_only else x
-        logits = functional.linear(rms_norm(wanted, self._weights.final_norm, self._config.eps), self._weights.head)
+        logits = product(rms_norm(wanted, self._weights.final_norm, self._config.eps), self._weights.head)
         return logits if logits.dtype == torch.float64 else logits.float()
 
-    def _mixed(self, x: torch.Tensor, index: int, layer: LayerWeights, rows: StepRows, attend: Attend) -> torch.Tensor:
+    def _mixed(
+        self,
+        x: torch.Tensor,
+        index: int,
+        layer: LayerWeights,
+        turned: Turned,
+        attend: Attend,
+    ) -> torch.Tensor:
         config = self._config
-        projected = functional.linear(rms_norm(x, layer.attention_norm, config.eps), layer.qkv, layer.qkv_bias)
+        projected = product(rms_norm(x, layer.attention_norm, config.eps), layer.qkv, layer.qkv_bias)
         heads = projected.view(len(x), config.heads + 2 * config.kv_heads, config.head_dim)
         queries, keys, values = torch.split(heads, [config.heads, config.kv_heads, config.kv_heads], dim=1)
         if layer.query_norm is not None and layer.key_norm is not None:
             queries, keys = rms_norm(queries, layer.query_norm, config.eps), rms_norm(keys, layer.key_norm, config.eps)
-        queries, keys = self._rope.turn(queries, rows.positions), self._rope.turn(keys, rows.positions)
-        return functional.linear(attend(index, queries, keys, values).flatten(1), layer.attention_out)
+        mixed = attend(index, turn(queries, *turned), turn(keys, *turned), values)
+        return product(mixed.flatten(1), layer.attention_out)

@@ -175,7 +175,7 @@ def test_flash_attention_is_asked_for_the_same(library: str, shape: dict):
 
 
 @pytest.mark.parametrize(
-    ("kind", "within"), [(None, 1e-5), (KvType.FLOAT32, 1e-5), (KvType.FLOAT16, 0.01), (KvType.BFLOAT16, 0.05), (KvType.INT8, 0.1)]
+    ("kind", "within"), [(None, 1e-5), (KvType.FLOAT32, 1e-5), (KvType.FLOAT16, 0.01), (KvType.BFLOAT16, 0.05), (KvType.INT8, 0.1), (KvType.FLOAT8, 0.3)]
 )  # fmt: skip
 def test_the_reference_keeps_keys_and_values_in_each_type(kind: KvType | None, within: float):
     """Near what went in, in every type; a tenth of that would not do for int8, so it is what was kept."""

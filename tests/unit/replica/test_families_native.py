@@ -15,7 +15,7 @@ from services.replica.model.hf_checkpoint import NAMES
 from services.replica.model.kv_size import KvType, conversations_held, kv_block_bytes
 from services.replica.model.load import load_runner, open_checkpoint
 from services.replica.model.loader import load_weights
-from services.replica.model.native.kernels import BEST, Rows, Variant
+from services.replica.model.native.kernels import BEST, KV_TYPES, Rows, Variant
 from services.replica.model.native_runner import NativeRunner, misfit
 from services.replica.model.quantise import KINDS as QUANTISED
 from services.replica.model.quantise import quantise
@@ -50,7 +50,7 @@ FAMILIES: dict[str, dict] = {
     "rope": {"rope_factors": True},
     "seven heads to one": {"family": "qwen2", "heads": 7, "kv_heads": 1},
 }
-each_kv = pytest.mark.parametrize("kv", KvType, ids=lambda kv: kv.value)
+each_kv = pytest.mark.parametrize("kv", KV_TYPES, ids=lambda kv: kv.value)
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_every_instruction_set_gives_the_same_bits(files, kv: KvType):
 def test_a_number_beyond_a_type_spoils_nobody(tmp_path: Path):
     """Values a hundred times what a half can hold are cut: what stands in a masked slot is multiplied by 0."""
     path = tiny_file(tmp_path / "m.gguf", Q8_0, family="qwen2")
-    for kv in KvType:
+    for kv in KV_TYPES:
         with kernel_model(path, VARIANTS[0], kv=kv, blocks=4) as model:
             clean = logits(model, Rows(ids(4, 21), 0, (0, 1), BEST))
         with kernel_model(path, VARIANTS[0], kv=kv, blocks=4) as model:
@@ -153,7 +153,7 @@ def test_a_number_beyond_a_type_spoils_nobody(tmp_path: Path):
 
 
 def test_the_formula_of_kv_memory(tmp_path: Path):
-    """Two layers, two key-value heads of 32: 2 x 2 x 2 x 16 rows of 32 numbers; int8 rows have a scale of 4 bytes."""
+    """Two layers, two key-value heads of 32: 2 x 2 x 2 x 16 rows of 32 numbers; rows of eight bits have a scale of 4 bytes."""
     config = config_of(tiny_file(tmp_path / "m.gguf", Q4_1))
     bytes_of = {kind: kv_block_bytes(config, kind) for kind in KvType}
     rows = 2 * 2 * 2 * 16
@@ -162,6 +162,7 @@ def test_the_formula_of_kv_memory(tmp_path: Path):
         KvType.BFLOAT16: rows * 64,
         KvType.FLOAT16: rows * 64,
         KvType.INT8: rows * 36,
+        KvType.FLOAT8: rows * 36,
     }
     blocks_of_2000 = 125
     for kind, size in bytes_of.items():
@@ -185,7 +186,7 @@ def test_conversations_that_two_gigabytes_hold():
         theta=1e5,
     )
     held = {kind.value: conversations_held(config, kind, 2_000_000_000, 2000) for kind in KvType}
-    assert held == {"float32": 21, "bfloat16": 43, "float16": 43, "int8": 81}
+    assert held == {"float32": 21, "bfloat16": 43, "float16": 43, "int8": 81, "float8": 81}
 
 
 @needs_kernels
@@ -275,15 +276,25 @@ def test_float_files_run_on_torch_or_quantised_on_the_kernels(tmp_path: Path, st
 def test_kv_types_are_settings_and_part_of_the_version(tmp_path: Path):
     """The same weights with other keys and values are another model to the block hashes, on both runners."""
     path = tiny_file(tmp_path / "m.gguf", Q4_1)
-    sizes, versions = {}, set()
+    sizes, versions, said = {}, set(), []
     for kv in ("auto", *(kind.value for kind in KvType)):
         config = EngineConfig(model_file=str(path), kv_bytes=1 << 20, kv_type=kv)
-        runner = load_runner(config, VOCAB, lambda *_: None)
+        runner = load_runner(config, VOCAB, lambda *told: said.append(told[2]))
         sizes[kv] = runner.info.blocks_total
         versions.add(runner.info.model_version)
         runner.close()
-    assert sizes["float32"] * 2 == sizes["float16"] == sizes["auto"] == sizes["bfloat16"] < sizes["int8"]
-    assert len(versions) == 4  # auto is float16
+    assert (
+        sizes["float32"] * 2
+        == sizes["float16"]
+        == sizes["auto"]
+        == sizes["bfloat16"]
+        < sizes["int8"]
+        == sizes["float8"]
+    )
+    assert len(versions) == 5  # auto is float16
+    assert [line for line in said if "torch" in line] == [
+        "plain torch, because the kernels keep no float8 (int8 takes as little memory)"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from services.replica.core.step_budget import ALONE_STEP_S
+from services.replica.core.step_budget import ALONE_STEP_S, ALONE_STEP_S_MAX
 from services.replica.core.step_fit import StepSample, StepTimes, fit, predict, tokens_within
 from services.replica.warm_up import draw_test_token, step_budgets, warm_up
 from shared.errors import EngineError
@@ -64,7 +64,7 @@ def test_a_running_engine_follows_its_machine_and_forgets_neither_kind_of_step()
 
 def test_budgets_follow_the_measured_step():
     """A fast machine computes long chunks, a slow one short ones, in whole blocks; what was asked for stands."""
-    slow = StepModel(base_s=0.03, per_token_s=0.003)
+    slow = StepModel(base_s=0.015, per_token_s=0.003)
     alone, mixed = step_budgets(slow, running_max=8, alone=0, mixed=0)
     assert (alone % 16, mixed) == (0, 16)
     assert predict(slow, alone, 0) <= ALONE_STEP_S
@@ -80,6 +80,14 @@ def test_a_step_that_is_long_anyway_still_takes_prompts():
     long = StepModel(base_s=0.1, per_token_s=0.0005)
     assert step_budgets(long, running_max=8, alone=0, mixed=0)[1] >= 128
     assert step_budgets(fit([StepSample(1, 1, 0.1), StepSample(64, 8192, 0.1)]), 8, 0, 0) == (512, 512)
+
+
+def test_a_costly_base_is_shared_by_many_tokens():
+    """Weights read in float32: prompts alone are computed in steps that are mostly work, within what a cancel may take."""
+    costly = StepModel(base_s=0.03, per_token_s=0.002)
+    alone, mixed = step_budgets(costly, running_max=8, alone=0, mixed=0)
+    assert 12 * costly.base_s < predict(costly, alone, 0) <= ALONE_STEP_S_MAX
+    assert predict(costly, mixed, 0) > 3 * costly.base_s
 
 
 def test_warm_up_measures_every_shape_that_fits():

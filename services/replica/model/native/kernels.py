@@ -103,7 +103,7 @@ MatrixPlace = Literal["qkv", "o", "gate_up", "down", "head", "embedding"]
 VectorPlace = Literal["norm", "ffn_norm", "q_norm", "k_norm", "qkv_bias", "final_norm"]
 _MATRICES: tuple[MatrixPlace, ...] = ("qkv", "o", "gate_up", "down", "head", "embedding")
 _VECTORS: tuple[VectorPlace, ...] = ("norm", "ffn_norm", "q_norm", "k_norm", "qkv_bias", "final_norm")
-_KV_TYPES = (KvType.FLOAT32, KvType.BFLOAT16, KvType.FLOAT16, KvType.INT8)
+KV_TYPES = (KvType.FLOAT32, KvType.BFLOAT16, KvType.FLOAT16, KvType.INT8)
 KINDS = (TensorType.Q4_0, TensorType.Q4_1, TensorType.Q8_0)
 BLOCK = 32
 PANEL = 16
@@ -198,7 +198,7 @@ class KernelModel:
         self._library = _load(variant.library)
         fields = {name: getattr(shape, name) for name, *_ in _Shape._fields_}
         factors = np.array(shape.rope_factors, np.float64)
-        fields |= {"kv": _KV_TYPES.index(shape.kv), "rope_factors": factors.ctypes.data if factors.size else None}
+        fields |= {"kv": KV_TYPES.index(shape.kv), "rope_factors": factors.ctypes.data if factors.size else None}
         self._model: int | None = self._library.chorus_create(ctypes.byref(_Shape(**fields)))
         if not self._model:
             raise EngineError("the native kernels found no memory for the model's KV blocks: give it fewer")

@@ -1,0 +1,30 @@
+"""The parts of a torch layer against what they stand for."""
+
+import pytest
+import torch
+from torch.nn import functional
+
+from services.replica.model.layers import product, rms_norm
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 33, 200])
+@pytest.mark.parametrize("out", [64, 96, 7, 130])
+def test_a_product_in_slices_is_the_product(rows: int, out: int):
+    """Whatever the rows, and however the outputs divide by the threads, with a bias or none; what comes out is dense."""
+    made = torch.Generator().manual_seed(rows * 1000 + out)
+    x, weight, bias = (
+        torch.randn(shape, generator=made, dtype=torch.float64) for shape in ((rows, 48), (out, 48), (out,))
+    )
+    for added in (None, bias):
+        found = product(x, weight, added)
+        assert found.is_contiguous()
+        torch.testing.assert_close(found, functional.linear(x, weight, added))
+    assert torch.equal(x, torch.randn((rows, 48), generator=made.manual_seed(rows * 1000 + out), dtype=torch.float64))
+
+
+def test_the_squares_of_halves_are_summed_exactly_enough():
+    """In bfloat16 itself the sum of 4,096 squares would be off by far more than a number's own precision."""
+    x = torch.randn(3, 4096, generator=torch.Generator().manual_seed(1)) * 30
+    wanted = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + 1e-5)
+    found = rms_norm(x.to(torch.bfloat16), torch.ones(4096, dtype=torch.bfloat16), 1e-5)
+    assert ((found.float() - wanted).abs() <= wanted.abs() * 2**-7).all()
