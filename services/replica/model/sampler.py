@@ -19,6 +19,7 @@ from services.replica.core.sequence import penalised
 
 # Rows with top-p look at this many best tokens first, and at eight times as many as long as their mass is not enough.
 CANDIDATES = 1024
+_HEAP = 16
 _LEAST_TEMPERATURE = 1e-30  # that float32 can divide by
 LEAST_LOGPROB = -9999.0  # of what is impossible, as OpenAI tells it
 
@@ -96,7 +97,9 @@ def _draw_cut(row: Numbers, best: np.floating[Any], param: SampleParams) -> int:
         total = weights.sum()
     else:
         # Of all, in the row's own precision: exact odds are needed of the few that are drawn from, not of the rest.
-        total = np.exp((row - best) / max(sampling.temperature, _LEAST_TEMPERATURE)).sum(dtype=np.float64)
+        odds = row - best
+        odds /= max(sampling.temperature, _LEAST_TEMPERATURE)
+        total = np.exp(odds, out=odds).sum(dtype=np.float64)
         while len(ids) < len(row) and weights.sum() < sampling.top_p * total:
             ids = _best(row, min(8 * len(ids), len(row)))
             weights = _weights(row[ids], best, sampling.temperature)
@@ -108,11 +111,24 @@ def _draw_cut(row: Numbers, best: np.floating[Any], param: SampleParams) -> int:
 
 def _best(numbers: Numbers, count: int) -> NDArray[np.intp]:
     """The ids of the `count` largest numbers, largest first; of equals the lower id first."""
-    ids = np.arange(len(numbers))
-    if count < len(numbers):
-        least = np.partition(numbers, len(numbers) - count)[len(numbers) - count]
-        ids = np.flatnonzero(numbers >= least)
-    return ids[np.argsort(-numbers[ids], kind="stable")][:count]
+    ids = np.flatnonzero(numbers >= _bound(numbers, count)) if count < len(numbers) else np.arange(len(numbers))
+    left = numbers[ids]
+    if count < len(left):
+        few = left >= np.partition(left, len(left) - count)[len(left) - count]
+        ids, left = ids[few], left[few]
+    return ids[np.argsort(-left, kind="stable")][:count]
+
+
+def _bound(numbers: Numbers, count: int) -> np.floating[Any]:
+    """A number that at least `count` of them reach, and not many more.
+
+    Of all heaps of sixteen, `count` have such a largest one; to look at those alone is ten times as quick as at all.
+    """
+    heaps = len(numbers) // _HEAP
+    if heaps <= count:
+        return numbers.min()
+    largest = numbers[: heaps * _HEAP].reshape(_HEAP, heaps).max(axis=0)
+    return np.partition(largest, heaps - count)[heaps - count]
 
 
 def _invert(weights: Doubles, param: SampleParams) -> int:

@@ -3,6 +3,7 @@
 import random
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 
@@ -48,6 +49,20 @@ def test_top_k_keeps_the_best_k(fields: dict, kept: int):
     """Only the k best are ever drawn, all of them sometimes; more than the vocabulary is the whole of it."""
     row = logits(3) * 0.1
     assert set(drawn(row, **fields)) == set(row[0].topk(kept).indices.tolist())
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_the_best_of_many_are_found_in_their_order(seed: int):
+    """As sorting finds them, whatever the size and the count, equals by their ids, impossible ones last."""
+    rng = np.random.default_rng(seed)
+    size = int(rng.integers(1, 3_000))
+    numbers = rng.normal(size=size).astype(np.float32)
+    if seed % 2:
+        numbers = numbers.round(1)  # many equals
+    numbers[rng.random(size) < 0.01] = -np.inf
+    order = sorted(range(size), key=lambda at: (-numbers[at], at))
+    for count in {1, 2, 40, int(rng.integers(1, size + 1)), size // 16 + 1, size}:
+        assert sampler._best(numbers, count).tolist() == order[:count]
 
 
 @pytest.mark.parametrize("top_p", [0.05, 0.4, 0.9])
