@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from services.replica.core.block_pool import BlockPool
 from services.replica.core.detokenize import Vocabulary
-from services.replica.core.plan import Output, StepPlan, StepResult
+from services.replica.core.plan import Output, StepPlan, StepResult, blocks_for
 from services.replica.core.scheduler import NotTaken, Scheduler, SchedulerLimits
 from services.replica.core.sequence import Demand
 from services.replica.runner import Runner, RunnerInfo
@@ -107,6 +107,8 @@ class Machine:
         """One whole step, with an audit after the plan and after the commit."""
         plan = self.scheduler.plan(self.now)
         self.scheduler.check()
+        for sequence in self.scheduler._running:
+            assert len(sequence.blocks) == blocks_for(sequence.num_tokens), "less than one block of it is empty"
         self.plans.append(plan)
         self.preempted += plan.preempted
         for freed in plan.freed:

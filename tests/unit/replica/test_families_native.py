@@ -10,7 +10,6 @@ import pytest
 from services.replica.core.plan import SampleParams, SeqChunk, StepPlan
 from services.replica.engine_messages import EngineConfig
 from services.replica.model.checkpoint import Part
-from services.replica.model.config import ModelConfig
 from services.replica.model.hf_checkpoint import NAMES
 from services.replica.model.kv_size import KvType, conversations_held, kv_block_bytes
 from services.replica.model.load import load_runner, open_checkpoint
@@ -169,24 +168,6 @@ def test_the_formula_of_kv_memory(tmp_path: Path):
         held = conversations_held(config, kind, 2_000_000_000, 2000)
         assert held * blocks_of_2000 * size <= 2_000_000_000 < (held + 1) * blocks_of_2000 * size
         assert conversations_held(config, kind, blocks_of_2000 * size - 1, 2000) == 0
-
-
-def test_conversations_that_two_gigabytes_hold():
-    """Of 2,000 tokens each, of SmolLM2-135M: thirty layers, three key-value heads of 64."""
-    config = ModelConfig(
-        vocab=49152,
-        hidden=576,
-        layers=30,
-        heads=9,
-        kv_heads=3,
-        head_dim=64,
-        ffn=1536,
-        context=8192,
-        eps=1e-5,
-        theta=1e5,
-    )
-    held = {kind.value: conversations_held(config, kind, 2_000_000_000, 2000) for kind in KvType}
-    assert held == {"float32": 21, "bfloat16": 43, "float16": 43, "int8": 81, "float8": 81}
 
 
 @needs_kernels
