@@ -38,7 +38,6 @@ from typing import Any
 from bench.client import Stream, stream
 from bench.engine_peers import MODEL_FILE, PEERS, Peer
 from bench.hardware import describe
-from bench.plots import draw
 from bench.region import region
 from shared.tokenizer import Tokenizer, load_tokenizer
 
@@ -264,7 +263,7 @@ BETTER: dict[str, Callable[[float, float], float]] = {
 
 
 def ratios(figures: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Ours to the best peer of each figure; above 1 is better, also where less is."""
+    """Ours to the best peer of each figure, and `torch_*`, the torch path's to transformers; above 1 is better."""
 
     def of_peers(name: str) -> list[float]:
         return [peer[name] for who, peer in figures.items() if not who.startswith("chorus") and name in peer]
@@ -356,6 +355,8 @@ def main() -> None:
     args = parser.parse_args()
     result = asyncio.run(measure(args))
     args.out.write_text(json.dumps(result, indent=1, default=str) + "\n")
+    from bench.plots import draw  # noqa: PLC0415 - matplotlib comes with `make bench-*` only
+
     draw("engine", result, args.out.with_suffix(".svg"))
     print(table(result))
 

@@ -30,7 +30,6 @@ import uvloop
 from bench import hardware
 from bench.client import Stream, stream
 from bench.engine_peers import PROXIES
-from bench.plots import draw
 from bench.region import READY_S, free_port, region
 from shared.bus.nats import connect
 from shared.messages import Chunk, Entry, decoder
@@ -353,6 +352,8 @@ def main() -> None:
     figures["hardware"] = hardware.describe(("nats-py", "aiohttp", "uvloop", "msgspec"))
     options.out.parent.mkdir(parents=True, exist_ok=True)
     options.out.write_text(json.dumps(figures, indent=2) + "\n")
+    from bench.plots import draw  # noqa: PLC0415 - matplotlib comes with `make bench-*` only
+
     draw("plane", figures, options.out.with_suffix(".svg"))
     print(table(figures))
     print("ratios:", {name: round(ratio, 2) for name, ratio in figures["ratios"].items()})

@@ -9,11 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
-
-mpl.use("svg")  # no display is needed, and a changed picture is a readable diff
-
-from matplotlib import pyplot as plt
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
@@ -52,7 +48,8 @@ def engine(result: dict[str, Any]) -> Figure:
     """Batches as lines over their size; what has one number as bars."""
     figures: Figures = result["figures"]
     shades = colours(list(figures))
-    figure, panels = plt.subplots(2, 3, figsize=(13, 7), layout="constrained")
+    figure = Figure(figsize=(13, 7), layout="constrained")
+    panels = figure.subplots(2, 3)
     batches = panels[0][0]
     for name, found in figures.items():
         sizes = sorted(int(key.removeprefix("batch")) for key in found if key.startswith("batch"))
@@ -80,7 +77,8 @@ def plane(result: dict[str, Any]) -> Figure:
     """What passes through at the most, and how late a token is at 30 % of it."""
     systems = {name: found for name, found in result["systems"].items() if found is not None and name != "full"}
     shades = colours(list(systems))
-    figure, panels = plt.subplots(1, 3, figsize=(13, 3.2), layout="constrained")
+    figure = Figure(figsize=(13, 3.2), layout="constrained")
+    panels = figure.subplots(1, 3)
     for axes, key, title, unit, scale in (
         (panels[0], "tokens_per_s", "32 streams x 128 tokens", "tokens/s", 1),
         (panels[1], "ttft_s_p50", "The same, first token", "ms, p50", 1_000),
@@ -103,10 +101,8 @@ PICTURES: dict[str, Callable[[dict[str, Any]], Figure]] = {"engine": engine, "pl
 
 def draw(kind: str, result: dict[str, Any], path: Path) -> None:
     """Draw a bench's result to an SVG file."""
-    with plt.rc_context(STYLE):
-        figure = PICTURES[kind](result)
-        figure.savefig(path, metadata={"Date": None})
-        plt.close(figure)
+    with rc_context(STYLE):
+        PICTURES[kind](result).savefig(path, metadata={"Date": None})
 
 
 def main() -> None:

@@ -146,7 +146,8 @@ def main() -> None:
                 result[case] = llama_cpp(count, args.threads)
                 print(case, result[case], flush=True)
             else:
-                print("llama.cpp is not there (make bench-peers)")
+                result[case] = "missing (make bench-peers)"
+                print(case, result[case])
             continue
         found, chosen = wanted, best
         if case != "float32":

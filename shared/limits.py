@@ -231,6 +231,9 @@ GGUF_TENSORS_MAX = 16_384
 GGUF_ARRAY_MAX = 2_000_000  # a vocabulary, its scores or its merges
 SAFETENSORS_HEADER_BYTES_MAX = 100 * MIB  # what the format allows
 VOCABULARY_MAX = 1_000_000  # tokens
+MODEL_SIZE_MAX = 1 << 24  # layers, heads, widths, vocabulary: 32 bits hold them and their like
+MODEL_CONTEXT_MAX = 1 << 20  # tokens
+CONTEXT_TOKENS_MIN = 32  # of an engine: a short prompt and a few tokens more
 MODEL_SHARDS_MAX = 1024  # files of one model
 MODEL_JSON_BYTES_MAX = 64 * MIB  # a vocabulary of 250,000 tokens takes 20
 

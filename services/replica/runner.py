@@ -13,7 +13,7 @@ from services.replica.core.plan import StepPlan, StepResult
 
 @dataclass(frozen=True, slots=True)
 class RunnerInfo:
-    """What a runner can serve. `model_version` names the weights' content and precision; block hashes rely on it."""
+    """What a runner can serve. `model_version` names the weights' content and precision; the log keeps it."""
 
     model_version: str
     blocks_total: int

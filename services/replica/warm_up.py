@@ -29,7 +29,7 @@ def warm_up(
 ) -> list[StepSample]:
     """Run the first shape to warm up, then measure each. What stands in the blocks afterwards, nobody will look up."""
     room = min(runner.info.blocks_total * BLOCK_TOKENS, runner.info.context_max)
-    fitting = [(count, length) for count, length in shapes if count * (length + _DECODES) <= room]
+    fitting = [(count, length) for count, length in shapes if count * (length + 1 + _DECODES) <= room]
     if not fitting:
         raise EngineError(f"the engine has room for {room} tokens, too few to run anything: give it more memory")
     _measure(runner, vocabulary, *fitting[0], clock)
@@ -89,7 +89,8 @@ def _measure(
         demand = Demand(
             sequence_id=str(number), tier=Tier.PAID, prompt=prompt, budget=1 + decodes, sampling=sampling, seed=0
         )
-        scheduler.submit(demand, 0.0)
+        if (answer := scheduler.submit(demand, 0.0)) is not None:
+            raise EngineError(f"the engine takes no test prompt of {length} tokens: {answer}")
     samples = []
     while scheduler.has_work:
         plan = scheduler.plan(0.0)

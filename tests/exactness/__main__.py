@@ -1,6 +1,7 @@
 """Every reply is the one it is alone: random schedules on tiny models and on the real one, in full.
 
-    python -m tests.exactness [SCHEDULES]          500 of each kind of weights; ends with an error at the first difference
+    python -m tests.exactness [SCHEDULES]          500 of floats, as many over the kinds of quantised weights;
+                                                    ends with an error at the first difference
 
 admit, chunk, preempt, cancel, cache hit, continue; audited after every step, all blocks free at the end. `make test`
 plays fewer of them (tests/unit/replica/test_schedules.py, test_native_schedules.py, tests/integration/test_native_real.py).

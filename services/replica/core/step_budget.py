@@ -1,14 +1,14 @@
 """How many prompt tokens a step may hold: as many as keep it as short as those who wait for a next token are owed.
 
-    nobody decodes                  ALONE_STEP_S_MAX    a cancelled prompt is gone within it; tokens bound it to half
-                                                        of that, where a prompt does not yet attend to much
+    nobody decodes                  ALONE_STEP_S_MAX    a cancelled prompt is gone within it; tokens bound it to
+                                    ALONE_STEP_S        where a prompt does not yet attend to much
     a prompt for every few decodes  MIXED_STEP_S        beside the decodes: all are served soonest when all decode soon
     far more decodes than prompts   twice the decodes'  or PROTECTED_STEP_S, if that is longer: the many are not slowed
                                     own step            down for the few
 
 A token costs more the more it attends to, so that chunks of a long prompt become shorter towards its end. Where a step
-costs much before it holds a single token (weights read in float32), it may be longer: a few long steps instead of many
-that are mostly base. Pure.
+costs much before it holds a single token (weights read in float32), the second and third line are some times that base
+instead, up to ALONE_STEP_S_MAX: a few long steps and not many that are mostly base. Pure.
 """
 
 from math import sqrt
@@ -21,8 +21,7 @@ MIXED_STEP_S = 0.1
 PROTECTED_STEP_S = 0.03  # thirty tokens a second: more than anybody reads
 _PROTECTED_FACTOR = 0.65  # of the decodes' own step, added to it: less than twice, as predictions err
 _MANY = 4  # decodes for each prompt
-# Times the base, that prompts may take: beside decodes a quarter of a step at most goes into reading weights, and one
-# part in sixteen when nobody waits for a next token.
+# Times the base, that prompts may take, within ALONE_STEP_S_MAX: beside decodes, and when nobody decodes.
 _WORK, _WORK_ALONE = 3, 15
 _TOKENS_MIN = 4  # of a prompt, in any step
 

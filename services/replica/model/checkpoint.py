@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from services.replica.model.config import ModelConfig
 from services.replica.model.quantise import quantise
-from services.replica.model.weights_file import Bytes, Floats, TensorStore, dequantise, raw_rows
+from services.replica.model.weights_file import Bytes, Floats, TensorStore, all_finite, dequantise, raw_rows
 from shared.errors import ModelFileError
 from shared.gguf import TensorInfo, TensorType
 from shared.limits import MIB
@@ -161,6 +161,10 @@ class Checkpoint:
     def _take(self, part: Part, layer: int) -> TensorInfo:
         info = self._find(part, layer)
         self._unread.discard(info.name)
+        if not all_finite(self._store, info):
+            raise ModelFileError(
+                f"{self.path}: {info.name} has numbers that are none, or infinite. Choose another model."
+            )
         return info
 
     def _ordered(self, rows: NDArray[_Number], part: Part) -> NDArray[_Number]:

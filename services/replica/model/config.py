@@ -6,6 +6,8 @@ Read from a model file's metadata by `gguf_checkpoint` and `hf_config`; nothing 
 import math
 from dataclasses import dataclass
 
+from shared.limits import MODEL_CONTEXT_MAX, MODEL_SIZE_MAX
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
@@ -29,16 +31,19 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         """ValueError: these sizes make no model."""
-        if min(self.vocab, self.hidden, self.layers, self.heads, self.kv_heads, self.ffn, self.context) < 1:
-            raise ValueError("every size of a model must be at least 1")
+        sizes = (self.vocab, self.hidden, self.layers, self.heads, self.kv_heads, self.head_dim, self.ffn)
+        if not 1 <= min(sizes) <= max(sizes) <= MODEL_SIZE_MAX:
+            raise ValueError(f"every size of a model must be 1..{MODEL_SIZE_MAX}")
+        if not 1 <= self.context <= MODEL_CONTEXT_MAX:
+            raise ValueError(f"its context is {self.context}, and 1..{MODEL_CONTEXT_MAX} tokens are built")
         if self.heads % self.kv_heads or self.head_dim % 2 or self.head_dim < 2:
             raise ValueError(f"{self.heads} heads of {self.head_dim} do not go with {self.kv_heads} key-value heads")
         if self.rope_factors and len(self.rope_factors) != self.head_dim // 2:
             raise ValueError(f"{len(self.rope_factors)} RoPE factors do not go with heads of {self.head_dim}")
         if not all(math.isfinite(factor) and factor > 0 for factor in (*self.rope_factors, self.eps, self.theta)):
             raise ValueError("epsilon, theta and the RoPE factors must be finite and above 0")
-        if self.window < 0:
-            raise ValueError("the window of attention must not be negative")
+        if not 0 <= self.window < self.context:
+            raise ValueError(f"a window of {self.window} is none in a context of {self.context}")
 
     @property
     def kv_numbers(self) -> int:

@@ -1,6 +1,7 @@
 """Models in GGUF files: which of their metadata say what shape they are of, and what their tensors are called."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -60,8 +61,9 @@ def read_config(file: GgufFile) -> ModelConfig:
     if file.integer(f"{kind}.attention.value_length", head_dim) != head_dim:
         raise ModelFileError(f"{file.path}: its values are of another length than its keys, which is not built.")
     embedding = file.tensors.get(NAMES[Part.EMBEDDING])
+    context, window = file.integer(f"{kind}.context_length"), file.integer(f"{kind}.attention.sliding_window", 0)
     try:
-        return ModelConfig(
+        config = ModelConfig(
             vocab=embedding.shape[0] if embedding else 0,
             hidden=hidden,
             layers=file.integer(f"{kind}.block_count"),
@@ -69,15 +71,15 @@ def read_config(file: GgufFile) -> ModelConfig:
             kv_heads=file.integer(f"{kind}.attention.head_count_kv", heads),
             head_dim=head_dim,
             ffn=file.integer(f"{kind}.feed_forward_length"),
-            context=file.integer(f"{kind}.context_length"),
+            context=context,
             eps=file.number(f"{kind}.attention.layer_norm_rms_epsilon"),
             theta=file.number(f"{kind}.rope.freq_base", 10_000.0),
-            rope_factors=_rope_factors(file, kind, head_dim),
             qkv_bias=NAMES[Part.QUERY_BIAS].format(0) in file.tensors,
             qk_norm=NAMES[Part.QUERY_NORM].format(0) in file.tensors,
-            window=file.integer(f"{kind}.attention.sliding_window", 0),
+            window=window if window < context else 0,
             tied=NAMES[Part.HEAD] not in file.tensors,
         )
+        return replace(config, rope_factors=_rope_factors(file, kind, head_dim))  # its sizes are sane by now
     except ValueError as error:
         raise ModelFileError(f"{file.path}: {error}. Choose another file.") from error
 

@@ -1,6 +1,7 @@
 """Models in Hugging Face folders: config.json says what shape they are of, safetensors files hold the weights."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -100,7 +101,7 @@ def read_config(data: bytes, path: Path, *, has_head: bool) -> ModelConfig:
     head_dim = read.head_dim or read.hidden_size // max(read.num_attention_heads, 1)
     theta = rope.rope_theta or read.rope_theta or 10_000.0
     try:
-        return ModelConfig(
+        config = ModelConfig(
             vocab=read.vocab_size,
             hidden=read.hidden_size,
             layers=read.num_hidden_layers,
@@ -111,12 +112,12 @@ def read_config(data: bytes, path: Path, *, has_head: bool) -> ModelConfig:
             context=read.max_position_embeddings,
             eps=read.rms_norm_eps,
             theta=theta,
-            rope_factors=_rope_factors(rope, head_dim, theta),
             qkv_bias=read.model_type == "qwen2" or read.attention_bias,
             qk_norm=read.model_type == "qwen3",
             window=_window(read),
             tied=not has_head if read.tie_word_embeddings is None else read.tie_word_embeddings,
         )
+        return replace(config, rope_factors=_rope_factors(rope, head_dim, theta))  # its sizes are sane by now
     except ValueError as error:
         raise ModelFileError(f"{path}: {error}. Choose another model.") from error
 

@@ -42,7 +42,7 @@ class Store:
             rows = rows / scales.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)
             self._scales[layer].flatten(1, 2).index_copy_(1, slots, scales)
         elif self._kept == torch.float16:
-            rows = rows.clamp(-65504, 65504)
+            rows = rows.float().clamp(-65504, 65504)  # in bfloat16 the bound itself would be rounded up, to infinity
         kept = (rows.round() if self._kept == torch.int8 else rows).to(self._kept).view(self._rows.dtype)
         self._rows[layer].flatten(1, 2).index_copy_(1, slots, kept)
 

@@ -19,7 +19,7 @@ class KvType(Enum):
     BFLOAT16 = "bfloat16"
     FLOAT16 = "float16"
     INT8 = "int8"
-    FLOAT8 = "float8"  # four bits of exponent, three of mantissa; of the torch runner
+    FLOAT8 = "float8"  # four bits of exponent, three of mantissa; of the torch runner, on CUDA
 
 
 NUMBER_BYTES = {KvType.FLOAT32: 4, KvType.BFLOAT16: 2, KvType.FLOAT16: 2, KvType.INT8: 1, KvType.FLOAT8: 1}

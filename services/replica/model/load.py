@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+from services.replica.core.plan import blocks_for
 from services.replica.engine_messages import EngineConfig
 from services.replica.model import native_runner
 from services.replica.model.checkpoint import Checkpoint
@@ -17,6 +18,7 @@ from services.replica.model.native import kernels
 from services.replica.runner import Runner, RunnerInfo
 from shared.errors import ConfigError, ModelFileError
 from shared.gguf import TensorType
+from shared.limits import CONTEXT_TOKENS_MIN
 
 PRECISION = "CHORUS_PRECISION"  # of the native kernels
 PRECISIONS = ("fast", "precise")
@@ -47,13 +49,16 @@ def load_runner(config: EngineConfig, vocab_size: int, progress: Progress) -> Ru
             raise ConfigError(f"{name} must be one of {', '.join(known)}, not {value!r}.")
     with open_checkpoint(Path(config.model_file)) as checkpoint:
         version = checkpoint.digest(lambda share: progress("read", share, "hash"))
+        if config.device == "cpu" and config.kv_type == KvType.FLOAT8.value:
+            raise ConfigError("CHORUS_KV_TYPE=float8 is for CHORUS_DEVICE=cuda; on a CPU int8 takes as little memory.")
         if checkpoint.config.vocab != vocab_size:
             raise ModelFileError(
                 f"{checkpoint.path}: {checkpoint.config.vocab} embeddings for a vocabulary of {vocab_size}."
             )
         variant = _kernels(checkpoint, config)
         if isinstance(variant, str):
-            progress("build", 0.0, f"plain torch, because {variant}")
+            left = "" if config.weights == AS_STORED else f"; CHORUS_WEIGHTS={config.weights} is for the kernels"
+            progress("build", 0.0, f"plain torch, because {variant}{left}")
             return _torch(checkpoint, config, version, progress)
         progress("build", 0.0, f"native kernels {variant.name}, {precision}")
         return _native(checkpoint, config, version, precision, progress, variant)
@@ -63,8 +68,6 @@ def _kernels(checkpoint: Checkpoint, config: EngineConfig) -> kernels.Variant | 
     """The kernels to use, or a sentence that says why none are."""
     if config.device != "cpu":
         return f"CHORUS_DEVICE={config.device}"
-    if config.kv_type != AUTO and KvType(config.kv_type) not in kernels.KV_TYPES:
-        return f"the kernels keep no {config.kv_type} (int8 takes as little memory)"
     misfit = native_runner.misfit(checkpoint, WEIGHTS[config.weights])
     if misfit is not None and config.weights == AS_STORED and native_runner.misfit(checkpoint, TensorType.Q8_0) is None:
         misfit += " (CHORUS_WEIGHTS=q8_0 quantises them for the kernels)"
@@ -80,7 +83,7 @@ def _native(  # noqa: PLR0917 - what `load_runner` knows
     variant: kernels.Variant,
 ) -> Runner:
     kv = native_runner.KV_TYPE if config.kv_type == AUTO else KvType(config.kv_type)
-    # The version names all that may change a bit of what the model says: block hashes and continuations rely on it.
+    # The version names all that may change a bit of what the model says: the log keeps it beside what was written.
     names = [digest, *([config.weights] if config.weights != AS_STORED else []), precision]
     names += [f"kv-{kv.value}"] if kv is not native_runner.KV_TYPE else []
     context, blocks = _context(checkpoint, config), _blocks(checkpoint, config, kv)
@@ -115,11 +118,20 @@ def _torch(checkpoint: Checkpoint, config: EngineConfig, version: str, progress:
 
 
 def _context(checkpoint: Checkpoint, config: EngineConfig) -> int:
-    return min(config.context_max or checkpoint.config.context, checkpoint.config.context)
+    context = min(config.context_max or checkpoint.config.context, checkpoint.config.context)
+    if context < CONTEXT_TOKENS_MIN:
+        raise ConfigError(
+            f"a context of {context} tokens is too short for anything: give it {CONTEXT_TOKENS_MIN} or more"
+        )
+    return context
 
 
 def _blocks(checkpoint: Checkpoint, config: EngineConfig, kv: KvType) -> int:
     blocks = config.blocks or config.kv_bytes // kv_block_bytes(checkpoint.config, kv)
-    if blocks < 1:
-        raise ConfigError(f"{config.kv_bytes} bytes of KV memory hold no block of this model: give it more")
+    least = blocks_for(CONTEXT_TOKENS_MIN)
+    if blocks < least:
+        size = kv_block_bytes(checkpoint.config, kv)
+        raise ConfigError(
+            f"KV memory for {blocks} blocks is too little: this model needs {least}, of {size} bytes each"
+        )
     return blocks

@@ -21,7 +21,7 @@ from services.replica.model.native.kernels import (
     Variant,
     VectorPlace,
 )
-from services.replica.model.sampler import odds_wanted, sample, tell_odds
+from services.replica.model.sampler import LEAST_TEMPERATURE, odds_wanted, sample, tell_odds
 from services.replica.runner import RunnerInfo
 from shared.gguf import TensorType
 
@@ -63,9 +63,10 @@ def drawn_natively(param: SampleParams) -> bool:
 def _draw(param: SampleParams | None) -> Draw | None:
     if param is None:
         return None
-    if param.sampling.temperature <= 0 or not drawn_natively(param):
+    sampling = param.sampling
+    if sampling.temperature <= 0 or not drawn_natively(param):
         return BEST
-    return Draw(param.sampling.temperature, param.sampling.min_p, unit(param.seed, param.position))
+    return Draw(max(sampling.temperature, LEAST_TEMPERATURE), sampling.min_p, unit(param.seed, param.position))
 
 
 def misfit(checkpoint: Checkpoint, quantised: TensorType | None = None) -> str | None:

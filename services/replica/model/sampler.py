@@ -20,7 +20,7 @@ from services.replica.core.sequence import penalised
 # Rows with top-p look at this many best tokens first, and at eight times as many as long as their mass is not enough.
 CANDIDATES = 1024
 _HEAP = 16
-_LEAST_TEMPERATURE = 1e-30  # that float32 can divide by
+LEAST_TEMPERATURE = 1e-30  # that float32 can divide by, and by its inverse multiply
 LEAST_LOGPROB = -9999.0  # of what is impossible, as OpenAI tells it
 
 Numbers = NDArray[np.floating[Any]]
@@ -98,7 +98,7 @@ def _draw_cut(row: Numbers, best: np.floating[Any], param: SampleParams) -> int:
     else:
         # Of all, in the row's own precision: exact odds are needed of the few that are drawn from, not of the rest.
         odds = row - best
-        odds /= max(sampling.temperature, _LEAST_TEMPERATURE)
+        odds /= max(sampling.temperature, LEAST_TEMPERATURE)
         total = np.exp(odds, out=odds).sum(dtype=np.float64)
         while len(ids) < len(row) and weights.sum() < sampling.top_p * total:
             ids = _best(row, min(8 * len(ids), len(row)))
@@ -119,16 +119,16 @@ def _best(numbers: Numbers, count: int) -> NDArray[np.intp]:
     return ids[np.argsort(-left, kind="stable")][:count]
 
 
-def _bound(numbers: Numbers, count: int) -> np.floating[Any]:
+def _bound(numbers: Numbers, count: int) -> float:
     """A number that at least `count` of them reach, and not many more.
 
     Of all heaps of sixteen, `count` have such a largest one; to look at those alone is ten times as quick as at all.
     """
     heaps = len(numbers) // _HEAP
     if heaps <= count:
-        return numbers.min()
+        return float(numbers.min())
     largest = numbers[: heaps * _HEAP].reshape(_HEAP, heaps).max(axis=0)
-    return np.partition(largest, heaps - count)[heaps - count]
+    return float(np.partition(largest, heaps - count)[heaps - count])
 
 
 def _invert(weights: Doubles, param: SampleParams) -> int:

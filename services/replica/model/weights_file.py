@@ -38,9 +38,27 @@ def dequantise(store: TensorStore, info: TensorInfo) -> Floats:
     return _DEQUANTISE[info.type](np.frombuffer(store.data(info), dtype=np.uint8)).reshape(info.shape)
 
 
+def all_finite(store: TensorStore, info: TensorInfo) -> bool:
+    """No number of it is infinite or none: one would spoil whatever its rows are added to."""
+    data = np.frombuffer(store.data(info), dtype=np.uint8)
+    if info.type in _HALVES:
+        data = _blocks(data, info.type)[:, : 2 * _HALVES[info.type]].ravel()
+    bits, exponent = _EXPONENT.get(info.type, _EXPONENT[TensorType.F16])
+    return not (np.bitwise_and(data.view(bits), exponent) == exponent).any()
+
+
 def raw_rows(store: TensorStore, info: TensorInfo) -> Bytes:
     """A matrix as it stands, without a copy: [rows, bytes of a row]."""
     return np.frombuffer(store.data(info), dtype=np.uint8).reshape(info.shape[0], -1)
+
+
+# All of these bits set: infinite, or no number.
+_EXPONENT: dict[TensorType, tuple[str, int]] = {
+    TensorType.F32: ("u4", 0x7F800000),
+    TensorType.F16: ("u2", 0x7C00),
+    TensorType.BF16: ("u2", 0x7F80),
+}
+_HALVES = {TensorType.Q4_0: 1, TensorType.Q4_1: 2, TensorType.Q8_0: 1}  # scales, and least numbers, of a block
 
 
 def _f32(data: Bytes) -> Floats:

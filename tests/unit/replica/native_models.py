@@ -54,6 +54,19 @@ def float_bytes(values: NDArray[np.float32], kind: int) -> bytes:
     return values.astype(np.float16 if kind == FLOAT16 else np.float32).tobytes()
 
 
+def _metadata(family: str, numbers: Mapping[str, int]) -> Mapping[str, object]:
+    return {
+        "general.architecture": family,
+        **{f"{family}.{key}": Typed("u64", number) for key, number in numbers.items()},
+        f"{family}.attention.layer_norm_rms_epsilon": Typed("f32", 1e-5),
+    }
+
+
+def _spoilt(whole: Tensor) -> Tensor:
+    bad = (np.float32 if whole.type == FLOAT32 else np.float16)(np.nan).tobytes()
+    return Tensor(whole.shape, whole.type, bad + whole.data[len(bad) :])
+
+
 def tiny_file(
     path: Path,
     kind: int,
@@ -66,8 +79,13 @@ def tiny_file(
     window: int = 0,
     rope_factors: bool = False,
     odd: Mapping[str, int] = {},
+    numbers: Mapping[str, int] = {},
+    spoilt: str = "",
 ) -> Path:
-    """A model of two layers, heads of 32, every matrix of one kind, but for the `odd` ones."""
+    """A model of two layers, heads of 32, every matrix of one kind, but for the `odd` ones.
+
+    `numbers` are told instead of the true ones; the tensor `spoilt` begins with NaN (its first scale, if it has some).
+    """
     rng = np.random.default_rng(seed)
     hidden, ffn, dim, layers = 64, 96, 32, 2
 
@@ -102,7 +120,9 @@ def tiny_file(
             tensors |= {f"blk.{layer}.{name}.bias": vector(shapes[name][0], 0.0, 1.0) for name in list(shapes)[:3]}
         if family == "qwen3":
             tensors |= {f"blk.{layer}.{name}.weight": vector(dim) for name in ("attn_q_norm", "attn_k_norm")}
-    numbers = {
+    if spoilt:
+        tensors[spoilt] = _spoilt(tensors[spoilt])
+    told = {
         "embedding_length": hidden,
         "block_count": layers,
         "feed_forward_length": ffn,
@@ -113,12 +133,7 @@ def tiny_file(
         "rope.dimension_count": dim,
         "attention.sliding_window": window,
     }
-    metadata: Mapping[str, object] = {
-        "general.architecture": family,
-        **{f"{family}.{key}": Typed("u32", number) for key, number in numbers.items()},
-        f"{family}.attention.layer_norm_rms_epsilon": Typed("f32", 1e-5),
-    }
-    path.write_bytes(gguf(metadata, tensors))
+    path.write_bytes(gguf(_metadata(family, {**told, **numbers}), tensors))
     return path
 
 

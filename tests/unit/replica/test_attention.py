@@ -15,6 +15,7 @@ from services.replica.core.plan import SeqChunk
 from services.replica.model.attention import AttentionBackend, PaddedAttention, lay_out
 from services.replica.model.config import ModelConfig
 from services.replica.model.flash_attention import Flash2, Flash3, FlashAttention, find_library
+from services.replica.model.kv_cache import Store
 from services.replica.model.kv_size import KvType
 from shared.limits import BLOCK_TOKENS
 
@@ -185,6 +186,23 @@ def test_the_reference_keeps_keys_and_values_in_each_type(kind: KvType | None, w
     if kind is KvType.INT8:
         with pytest.raises(AssertionError):
             play(PaddedAttention(config, BLOCKS, torch.float32, kind=kind), config, 0, within / 100, torch.float32)
+
+
+def test_float8_keeps_three_bits_of_every_number_of_a_row():
+    """Also of those a ten-thousandth of the greatest: the row is scaled to fill the type, whose exponent has four bits."""
+    store = Store((1, 1, 4, BLOCK_TOKENS, 64), KvType.FLOAT8, torch.float32, CPU)
+    rows = torch.logspace(-4, 0, 64)[None, None] * torch.tensor([1.0, -300.0])[None, :, None]
+    store.write(0, torch.tensor([3, 17]), rows)
+    kept = store.read(0, torch.tensor([0, 1]))[:, [3, 17]]
+    assert ((kept - rows).abs() <= rows.abs() / 15).all()
+    assert ((kept - rows).abs() > rows.abs() / 50).any()
+
+
+def test_a_bfloat16_beyond_a_half_stays_finite():
+    """The bound of a half is none of bfloat16's numbers."""
+    store = Store((1, 1, 1, BLOCK_TOKENS, 2), KvType.FLOAT16, torch.bfloat16, CPU)
+    store.write(0, torch.tensor([0]), torch.tensor([[[1e6, -1e6]]], dtype=torch.bfloat16))
+    assert store.read(0, torch.tensor([0])).isfinite().all()
 
 
 def test_the_newest_generation_that_is_there_is_taken():

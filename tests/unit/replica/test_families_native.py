@@ -9,6 +9,7 @@ import pytest
 
 from services.replica.core.plan import SampleParams, SeqChunk, StepPlan
 from services.replica.engine_messages import EngineConfig
+from services.replica.model import hf_checkpoint
 from services.replica.model.checkpoint import Part
 from services.replica.model.hf_checkpoint import NAMES
 from services.replica.model.kv_size import KvType, conversations_held, kv_block_bytes
@@ -21,9 +22,9 @@ from services.replica.model.quantise import quantise
 from services.replica.model.torch_runner import TorchRunner
 from services.replica.model.transformer import Transformer
 from services.replica.model.weights_file import dequantise
-from shared.errors import ConfigError
+from shared.errors import ConfigError, ModelFileError
 from shared.gguf import TensorType
-from shared.limits import BLOCK_TOKENS
+from shared.limits import BLOCK_TOKENS, MODEL_CONTEXT_MAX
 from shared.messages import Sampling
 from tests.unit.replica.native_models import (
     CONTEXT,
@@ -223,7 +224,7 @@ def test_numbers_that_are_none_are_not_quantised():
 
 
 def loaded(path: Path, said: list[str], **fields: str):
-    config = EngineConfig(model_file=str(path), blocks=32, threads=1, **fields)
+    config = EngineConfig(**{"model_file": str(path), "blocks": 32, "threads": 1, **fields})
     return load_runner(config, VOCAB, lambda _phase, _share, detail: said.append(detail))
 
 
@@ -257,25 +258,79 @@ def test_float_files_run_on_torch_or_quantised_on_the_kernels(tmp_path: Path, st
 def test_kv_types_are_settings_and_part_of_the_version(tmp_path: Path):
     """The same weights with other keys and values are another model to the block hashes, on both runners."""
     path = tiny_file(tmp_path / "m.gguf", Q4_1)
-    sizes, versions, said = {}, set(), []
-    for kv in ("auto", *(kind.value for kind in KvType)):
+    sizes, versions = {}, set()
+    for kv in ("auto", *(kind.value for kind in KV_TYPES)):
         config = EngineConfig(model_file=str(path), kv_bytes=1 << 20, kv_type=kv)
-        runner = load_runner(config, VOCAB, lambda *told: said.append(told[2]))
+        runner = load_runner(config, VOCAB, lambda *_: None)
         sizes[kv] = runner.info.blocks_total
         versions.add(runner.info.model_version)
         runner.close()
-    assert (
-        sizes["float32"] * 2
-        == sizes["float16"]
-        == sizes["auto"]
-        == sizes["bfloat16"]
-        < sizes["int8"]
-        == sizes["float8"]
-    )
-    assert len(versions) == 5  # auto is float16
-    assert [line for line in said if "torch" in line] == [
-        "plain torch, because the kernels keep no float8 (int8 takes as little memory)"
-    ]
+    assert sizes["float32"] * 2 == sizes["float16"] == sizes["auto"] == sizes["bfloat16"] < sizes["int8"]
+    assert len(versions) == 4  # auto is float16
+
+
+def test_weights_that_only_the_kernels_quantise_are_said_to_stay_as_they_are(tmp_path: Path, monkeypatch):
+    """Where torch serves, who asked for quantised weights is told that there are none."""
+    monkeypatch.setenv("CHORUS_KERNELS", "none")
+    path, said = tiny_file(tmp_path / "m.gguf", FLOAT32), []
+    config = EngineConfig(model_file=str(path), kv_bytes=1 << 20, weights="q4_0")
+    load_runner(config, VOCAB, lambda *told: said.append(told[2])).close()
+    assert any(line.startswith("plain torch") and "CHORUS_WEIGHTS=q4_0 is for the kernels" in line for line in said)
+
+
+# --- files that lie ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        {"context_length": 0},
+        {"context_length": MODEL_CONTEXT_MAX + 1},
+        {"context_length": 2**31},
+        {"context_length": 2**32 + 64},
+        {"context_length": 2**63},
+        {"attention.key_length": 2**32 - 2, "rope.dimension_count": 2**32 - 2},
+        {"attention.head_count": 2**32 - 1},
+        {"block_count": 2**31},
+        {"feed_forward_length": 2**32 - 1},
+        {"embedding_length": 0},
+    ],
+    ids=str,
+)
+def test_a_size_that_no_model_has_is_refused_before_anything_is_made_of_it(tmp_path: Path, lie: dict[str, int]):
+    """The kernels count in 32 bits, and a table of a billion positions takes minutes."""
+    with pytest.raises(ModelFileError):
+        loaded(tiny_file(tmp_path / "m.gguf", Q8_0, numbers=lie), [])
+
+
+@pytest.mark.parametrize("window", [CONTEXT, 2**31, 2**32 - 1])
+def test_a_window_as_long_as_the_context_is_none(tmp_path: Path, window: int):
+    """Every token sees all before it."""
+    path = tiny_file(tmp_path / "m.gguf", Q8_0, numbers={"attention.sliding_window": window})
+    assert config_of(path).window == 0
+
+
+@pytest.mark.parametrize(
+    "field", [{"max_position_embeddings": 10**30}, {"head_dim": 10**12}, {"rope_theta": -5.0}], ids=str
+)
+def test_so_is_one_of_a_folder(field: dict[str, float]):
+    """Before Llama 3's scaling is derived from it."""
+    scaling = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    config = {
+        "model_type": "llama", "vocab_size": 300, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+        "intermediate_size": 96, "max_position_embeddings": 512, "rms_norm_eps": 1e-5,
+        "rope_scaling": {**scaling, "original_max_position_embeddings": 256}, **field,
+    }  # fmt: skip
+    with pytest.raises(ModelFileError):
+        hf_checkpoint.read_config(json.dumps(config).encode(), Path("config.json"), has_head=False)
+
+
+@pytest.mark.parametrize("kind", [FLOAT32, Q8_0, Q4_1])
+@pytest.mark.parametrize("part", ["token_embd.weight", "blk.1.ffn_norm.weight"])
+def test_weights_that_are_no_numbers_are_refused(tmp_path: Path, kind: int, part: str):
+    """One of them would spoil every sequence that it comes near."""
+    with pytest.raises(ModelFileError, match=f"{part} has numbers that are none"):
+        loaded(tiny_file(tmp_path / "m.gguf", kind, spoilt=part), [])
 
 
 @pytest.mark.parametrize(
@@ -283,6 +338,9 @@ def test_kv_types_are_settings_and_part_of_the_version(tmp_path: Path):
     [
         ({"weights": "q5_k"}, "CHORUS_WEIGHTS must be one of as-stored"),
         ({"kv_type": "fp4"}, "CHORUS_KV_TYPE must be one of auto"),
+        ({"kv_type": "float8"}, "float8 is for CHORUS_DEVICE=cuda"),
+        ({"context_max": 31}, "a context of 31 tokens is too short"),
+        ({"blocks": 1}, "too little: this model needs 2"),
         ({"device": "tpu"}, "CHORUS_DEVICE must be one of cpu"),
         ({"device": "cuda"}, "torch finds no GPU"),
     ],

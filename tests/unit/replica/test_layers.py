@@ -1,5 +1,7 @@
 """The parts of a torch layer against what they stand for."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 from torch.nn import functional
@@ -7,8 +9,17 @@ from torch.nn import functional
 from services.replica.model.layers import product, rms_norm
 
 
+@pytest.fixture(params=[1, 2, 3])
+def threads(request) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 33, 200])
 @pytest.mark.parametrize("out", [64, 96, 7, 130])
+@pytest.mark.usefixtures("threads")
 def test_a_product_in_slices_is_the_product(rows: int, out: int):
     """Whatever the rows, and however the outputs divide by the threads, with a bias or none; what comes out is dense."""
     made = torch.Generator().manual_seed(rows * 1000 + out)
@@ -23,7 +34,7 @@ def test_a_product_in_slices_is_the_product(rows: int, out: int):
 
 
 def test_the_squares_of_halves_are_summed_exactly_enough():
-    """In bfloat16 itself the sum of 4,096 squares would be off by far more than a number's own precision."""
+    """Computed in bfloat16 throughout, as ours was, a row would be off by more than a number's own precision."""
     x = torch.randn(3, 4096, generator=torch.Generator().manual_seed(1)) * 30
     wanted = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + 1e-5)
     found = rms_norm(x.to(torch.bfloat16), torch.ones(4096, dtype=torch.bfloat16), 1e-5)

@@ -321,6 +321,18 @@ def test_a_draw_at_the_edges_is_a_token_of_weight(files, variant: Variant, place
             assert token == alive[0 if place == 0.0 else -1]
 
 
+@pytest.mark.parametrize("temperature", [1e-30, 1e-39, 1e-44, 1e-300])
+def test_no_temperature_is_too_small_to_draw_at(files, monkeypatch: pytest.MonkeyPatch, temperature: float):
+    """Float32 has no inverse of some, and rounds others to 0: the best token comes, as at 0."""
+    monkeypatch.setenv(kernels.CHOICE, VARIANTS[0].name)
+    runner = load_runner(EngineConfig(model_file=str(files["Q4_1"]), blocks=128), VOCAB, lambda *_: None)
+    prompts = [ids(n, 9) for n in range(12)]
+    small = Sampling(temperature=temperature)
+    best = runner.run(drawing_plan(prompts, [GREEDY] * 12)).sampled
+    assert runner.run(drawing_plan(prompts, [small] * 12)).sampled == best
+    assert len(set(best)) > 3
+
+
 def test_a_mixed_batch_draws_each_row_as_alone(files, monkeypatch: pytest.MonkeyPatch):
     """Rows drawn by the kernels and rows drawn by the sampler, side by side: each gets its own token."""
     monkeypatch.setenv(kernels.CHOICE, VARIANTS[0].name)

@@ -175,7 +175,7 @@ def changed_config(folder: Path, **fields: object) -> None:
         ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0}}, "makes no sense"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 0.0}}, "above 0"),
         ({"partial_rotary_factor": 0.5}, "part of each head"),
-        ({"num_attention_heads": 0}, "at least 1"),
+        ({"num_attention_heads": 0}, "must be 1.."),
         ({"num_key_value_heads": 3}, "do not go with"),
         ({"vocab_size": 97}, "has the shape"),
         ({"num_hidden_layers": 3}, "is missing"),

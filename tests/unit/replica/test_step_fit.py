@@ -88,6 +88,8 @@ def test_a_costly_base_is_shared_by_many_tokens():
     alone, mixed = step_budgets(costly, running_max=8, alone=0, mixed=0)
     assert 12 * costly.base_s < predict(costly, alone, 0) <= ALONE_STEP_S_MAX
     assert predict(costly, mixed, 0) > 3 * costly.base_s
+    worse = StepModel(base_s=0.1, per_token_s=0.002)
+    assert all(predict(worse, tokens, 0) <= ALONE_STEP_S_MAX for tokens in step_budgets(worse, 8, 0, 0))
 
 
 def test_warm_up_measures_every_shape_that_fits():
