@@ -47,10 +47,10 @@ def load_runner(config: EngineConfig, vocab_size: int, progress: Progress) -> Ru
     ):
         if value not in known:
             raise ConfigError(f"{name} must be one of {', '.join(known)}, not {value!r}.")
+    if config.device == "cpu" and config.kv_type == KvType.FLOAT8.value:
+        raise ConfigError("CHORUS_KV_TYPE=float8 is for CHORUS_DEVICE=cuda; on a CPU int8 takes as little memory.")
     with open_checkpoint(Path(config.model_file)) as checkpoint:
         version = checkpoint.digest(lambda share: progress("read", share, "hash"))
-        if config.device == "cpu" and config.kv_type == KvType.FLOAT8.value:
-            raise ConfigError("CHORUS_KV_TYPE=float8 is for CHORUS_DEVICE=cuda; on a CPU int8 takes as little memory.")
         if checkpoint.config.vocab != vocab_size:
             raise ModelFileError(
                 f"{checkpoint.path}: {checkpoint.config.vocab} embeddings for a vocabulary of {vocab_size}."
