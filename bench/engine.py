@@ -199,7 +199,13 @@ def running(peer: Peer, threads: int, log: Path):
 def printed(peer: Peer, threads: int) -> dict[str, float]:
     """The figures of a peer that has no server."""
     done = subprocess.run(
-        peer.command(0, threads), cwd=ROOT, capture_output=True, text=True, timeout=PRINTED_S, check=True
+        peer.command(0, threads),
+        cwd=ROOT,
+        env={**os.environ, **peer.environment},
+        capture_output=True,
+        text=True,
+        timeout=PRINTED_S,
+        check=True,
     )
     return dict(json.loads(done.stdout.splitlines()[-1]))
 

@@ -9,10 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from services.replica.engine_process import QUIET_THREADS
+
 ROOT = Path(__file__).resolve().parents[2]
 HOMES = ROOT / ".venvs"
 PROXIES = HOMES / "peers"
 MODEL_FILE = Path(os.environ.get("CHORUS_MODEL_FILE", ROOT / ".models/SmolLM2-135M-Instruct.Q4_1.gguf"))
+GENERATED = ("128", "128", "1024", "1", "8", "32")  # prompt, reply, long prompt; batches
 SLOTS, CONTEXT = 64, 1_152  # requests at once, and tokens of each: 1,024 + 128
 LLAMA_SERVER = Path(os.environ.get("LLAMA_SERVER", HOMES / "llama.cpp/bin/llama-server"))
 VLLM = HOMES / "vllm/bin/python"
@@ -52,8 +55,11 @@ def _vllm(port: int, threads: int) -> list[str]:  # noqa: ARG001 - bound to core
 
 
 def _transformers(port: int, threads: int) -> list[str]:  # noqa: ARG001 - it serves nobody
-    sizes = [str(threads), "128", "128", "1024", "1", "8", "32"]
-    return [str(VLLM), str(ROOT / "bench/transformers_generate.py"), str(FP32_FOLDER), *sizes]
+    return [str(VLLM), str(ROOT / "bench/transformers_generate.py"), str(FP32_FOLDER), str(threads), *GENERATED]
+
+
+def _in_process(port: int, threads: int) -> list[str]:  # noqa: ARG001 - nor does this
+    return [sys.executable, "-m", "bench.engine_in_process", str(MODEL_FILE), str(threads), *GENERATED]
 
 
 PEERS: dict[str, Peer] = {
@@ -61,7 +67,13 @@ PEERS: dict[str, Peer] = {
     "chorus-precise": Peer(
         _chorus, (MODEL_FILE,), "this commit", environment={"CHORUS_PRECISION": "precise"}, context=8_192
     ),
-    "chorus-torch": Peer(_chorus, (MODEL_FILE,), "this commit", environment={"CHORUS_KERNELS": "none"}),
+    "chorus-torch": Peer(
+        _in_process,
+        (MODEL_FILE,),
+        "this commit, no kernels and no server",
+        environment={"CHORUS_KERNELS": "none", **QUIET_THREADS},
+        serves=False,
+    ),
     "transformers": Peer(_transformers, (VLLM, FP32_FOLDER), "transformers 5.19.0, fp32", serves=False),
     "llama.cpp": Peer(_llama, (LLAMA_SERVER, MODEL_FILE), "llama-cpp-python 0.3.36 sdist"),
     "vllm": Peer(

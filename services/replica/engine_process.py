@@ -54,7 +54,7 @@ from shared.limits import ENGINE_REPORTS_MAX, ENGINE_START_S, ENGINE_STOP_S, STU
 _ROOT = Path(__file__).resolve().parents[2]
 # Torch's threads wait for each other between operations, some hundred times a step: to sleep each time costs a third of
 # their speed, to spin for as long as they like costs the others on a busy machine more. So many turns are about 0.2 ms.
-_QUIET_THREADS = {"GOMP_SPINCOUNT": "20000"}
+QUIET_THREADS = {"GOMP_SPINCOUNT": "20000"}
 _EXIT_S = 1.0  # a process whose socket closed is gone within this
 _STUCK_S_MIN = 1.0  # a short step on a busy machine is not stuck
 
@@ -121,7 +121,7 @@ class EngineHandle:
                 str(memory.fileno()),
                 stdin=asyncio.subprocess.PIPE,
                 pass_fds=(theirs.fileno(), memory.fileno()),
-                env={**_QUIET_THREADS, **os.environ, "PYTHONPATH": os.pathsep.join(paths)},
+                env={**QUIET_THREADS, **os.environ, "PYTHONPATH": os.pathsep.join(paths)},
             )
 
     async def _until_ready(self, on_progress: Callable[[EngineStarting], None]) -> EngineReady:

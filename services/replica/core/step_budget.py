@@ -22,7 +22,7 @@ PROTECTED_STEP_S = 0.03  # thirty tokens a second: more than anybody reads
 _PROTECTED_FACTOR = 0.65  # of the decodes' own step, added to it: less than twice, as predictions err
 _MANY = 4  # decodes for each prompt
 # Times the base, that prompts may take, within ALONE_STEP_S_MAX: beside decodes, and when nobody decodes.
-_WORK, _WORK_ALONE = 3, 15
+_WORK, _WORK_ALONE = 8, 15
 _TOKENS_MIN = 4  # of a prompt, in any step
 
 

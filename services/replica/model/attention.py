@@ -111,6 +111,8 @@ class PaddedAttention:
 
         def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             self._cache.write(layer, rows.slots, keys, values)
+            if len(groups) == 1:  # its rows are all there are, in their order
+                return _attend(groups[0], *self._cache.read(layer, groups[0].blocks), queries)
             mixed = torch.empty_like(queries)
             for group in groups:
                 mixed[group.rows] = _attend(group, *self._cache.read(layer, group.blocks), queries[group.rows])

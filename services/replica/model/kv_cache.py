@@ -33,6 +33,7 @@ class Store:
         stored = torch.uint8 if kind in SCALED else self._kept
         self._rows = torch.zeros(shape, dtype=stored, device=device)
         self._scales = torch.zeros(shape[:-1], device=device) if kind in SCALED else None
+        self._firsts = torch.arange(shape[1], device=device).unsqueeze(1) * shape[2]  # each head's first block of all
         self._code_max = _CODE_MAX[kind] if kind in SCALED else 0
 
     def write(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
@@ -48,10 +49,13 @@ class Store:
 
     def read(self, layer: int, blocks: torch.Tensor) -> torch.Tensor:
         """[n] block numbers -> [kv_heads, n x 16, head_dim], in that order."""
-        rows = self._rows[layer].index_select(1, blocks).view(self._kept).to(self._dtype)
+        every = (self._firsts + blocks).flatten()  # of all heads in one dimension: half as long in the copying
+        heads, size, width = len(self._firsts), *self._rows.shape[-2:]
+        rows = self._rows[layer].view(-1, size * width).index_select(0, every).view(self._kept).to(self._dtype)
+        rows = rows.view(heads, -1, width)
         if self._scales is not None:
-            rows *= self._scales[layer].index_select(1, blocks).unsqueeze(-1)
-        return rows.flatten(1, 2)
+            rows *= self._scales[layer].view(-1, size).index_select(0, every).view(heads, -1, 1)
+        return rows
 
 
 class KvCache:

@@ -64,7 +64,7 @@ def test_a_running_engine_follows_its_machine_and_forgets_neither_kind_of_step()
 
 def test_budgets_follow_the_measured_step():
     """A fast machine computes long chunks, a slow one short ones, in whole blocks; what was asked for stands."""
-    slow = StepModel(base_s=0.015, per_token_s=0.003)
+    slow = StepModel(base_s=0.01, per_token_s=0.003)
     alone, mixed = step_budgets(slow, running_max=8, alone=0, mixed=0)
     assert (alone % 16, mixed) == (0, 16)
     assert predict(slow, alone, 0) <= ALONE_STEP_S
