@@ -51,7 +51,7 @@ COMPARED = 32  # the batch that is also sent through all of Chorus
 WHOLE = "chorus-whole"
 TURNS, TURN_IN, TURN_OUT = 6, 48, 48
 BESIDE = 16
-LONG_BESIDE, LONG_OUT = 4_000, 800  # the decodes must outlast the prompt
+LONG_BESIDE, LONG_OUT = 4_000, 1_400  # the decodes must outlast the prompt
 LONG_CONTEXT = 4_800
 
 
