@@ -58,10 +58,7 @@ def chunk_s(model: StepModel, start: int, count: int) -> float:
 
 
 def room_s(model: StepModel, *, decodes_s: float, decodes: int, prompts: int) -> float:
-    """Seconds of a step that prompts may take; `decodes_s` is what it takes without them.
-
-    A step that is long whatever is in it may be twice as long: else its prompts would wait for ever to keep it short.
-    """
+    """Seconds of a step that prompts may take; `decodes_s` is what it takes without them."""
     if decodes == 0:
         return alone_room_s(model)
     if decodes <= _MANY * prompts:
@@ -70,7 +67,10 @@ def room_s(model: StepModel, *, decodes_s: float, decodes: int, prompts: int) ->
 
 
 def alone_room_s(model: StepModel) -> float:
-    """Seconds for prompts in a step without decodes."""
+    """Seconds for prompts in a step without decodes.
+
+    A step that is long whatever is in it may be twice as long: else its prompts would wait for ever to keep it short.
+    """
     return max(ALONE_STEP_S_MAX - model.base_s, model.base_s)
 
 

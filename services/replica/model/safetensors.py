@@ -5,7 +5,7 @@
 
 The files are outside data, checked as those of `shared.gguf` are: every size against the bytes that are there, no two
 tensors over each other, no byte that belongs to none. Whatever is wrong raises ModelFileError. Our own reader, because
-this reader saves a dependency, and the library hands tensors out only as copies or as torch's.
+it saves a dependency, and the library hands tensors out only as copies or as torch's.
 """
 
 import math
