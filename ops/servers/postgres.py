@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import struct
+from contextlib import suppress
 from pathlib import Path
 
 from ops.credentials import Credentials
@@ -22,6 +23,8 @@ USER = "chorus"
 DATABASE = "chorus"
 _SUPERUSER = "postgres"
 _INIT_S = 120.0  # making the cluster on a slow disk
+_ORPHANS_S = 10.0  # the workers of a killed server notice its death at their next wait
+_POLL_S = 0.02
 _PROTOCOL_3 = 196608
 _ACCESS = f"""\
 # Passwords only, from this machine only; the superuser from nowhere.
@@ -55,9 +58,17 @@ class PostgresServer:
         return unprivileged((postgres_programs(), self._folder), owner_of=self._cluster)
 
     async def prepare(self) -> None:
-        """Make the cluster beside its place and move it there when it is complete."""
+        """Make the cluster beside its place and move it there when it is complete.
+
+        One that is there is left alone until the workers of a killed server are out of it; those that stay are
+        PostgreSQL's own to name: it refuses to start then.
+        """
         self._folder.mkdir(parents=True, exist_ok=True)
         if self._cluster.exists():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_ORPHANS_S):
+                    while _is_attached(self._cluster / "postmaster.pid"):  # noqa: ASYNC110 - nothing else tells
+                        await asyncio.sleep(_POLL_S)
             return
         identity = self._identity()
         unfinished = self._folder / "cluster.unfinished"
@@ -153,3 +164,20 @@ class PostgresServer:
 
 
 _ENVIRONMENT = {"LC_ALL": "C", "TZ": "UTC", "PGTZ": "UTC"}
+
+
+def _is_attached(lock: Path) -> bool:
+    """Whether a process still holds the shared memory that a server named in its lock file.
+
+    A killed server's workers lead sessions of their own, so no kill of its group reaches them. Linux tells who is
+    attached; where that cannot be read the answer is no, and the next start finds out.
+    """
+    try:
+        named = lock.read_text().splitlines()[6].split()  # its seventh line: "key id"
+        segments = [line.split() for line in Path("/proc/sysvipc/shm").read_text().splitlines()]
+    except (OSError, IndexError):
+        return False
+    if not segments or segments[0][:2] != ["key", "shmid"]:
+        return False
+    attached = segments[0].index("nattch")
+    return any(segment[:2] == named and segment[attached] != "0" for segment in segments[1:])

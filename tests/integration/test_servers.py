@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -168,6 +169,27 @@ async def test_postgres_recovers_from_a_kill(tmp_path):
         connection = await asyncpg.connect(running.url)
         assert await connection.fetchval("SELECT x FROM t") == 7
         await connection.close()
+    finally:
+        await running.stop()
+
+
+async def test_postgres_waits_for_the_workers_of_a_killed_server(tmp_path):
+    """A worker that is late to notice the kill holds the old memory: the start waits for it instead of failing."""
+    running = RunningPostgres(tmp_path)
+    await running.start()
+    server = running.child.pid
+    try:
+        worker = int(Path(f"/proc/{server}/task/{server}/children").read_text().split()[0])
+        os.kill(worker, signal.SIGSTOP)
+        try:
+            await running.kill()
+            starting = asyncio.create_task(running.start())
+            await asyncio.sleep(0.5)
+            assert not starting.done()
+        finally:
+            os.kill(worker, signal.SIGCONT)
+        await starting
+        assert running.child.pid != server
     finally:
         await running.stop()
 
