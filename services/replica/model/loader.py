@@ -7,11 +7,12 @@ import numpy as np
 import torch
 
 from services.replica.model.checkpoint import Checkpoint, Part
+from services.replica.model.layers import pack
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """Matrices are [out, in]. Products that share their input are one matrix."""
+    """Matrices are [out, in], packed: for `layers.product` alone. Products that share their input are one matrix."""
 
     attention_norm: torch.Tensor  # [hidden]
     qkv: torch.Tensor  # [(heads + 2 kv_heads) head_dim, hidden]: queries, keys, values
@@ -29,7 +30,7 @@ class Weights:
     embedding: torch.Tensor  # [vocab, hidden]
     layers: tuple[LayerWeights, ...]
     final_norm: torch.Tensor  # [hidden]
-    head: torch.Tensor  # [vocab, hidden]; the embedding itself when they are tied
+    head: torch.Tensor  # [vocab, hidden], packed; where nothing packs, the embedding itself when they are tied
 
 
 def load_weights(
@@ -52,11 +53,11 @@ def load_weights(
         layers.append(
             LayerWeights(
                 attention_norm=tensor(Part.ATTENTION_NORM, layer=layer),
-                qkv=tensor(Part.QUERY, Part.KEY, Part.VALUE, layer=layer),
-                attention_out=tensor(Part.ATTENTION_OUT, layer=layer),
+                qkv=pack(tensor(Part.QUERY, Part.KEY, Part.VALUE, layer=layer)),
+                attention_out=pack(tensor(Part.ATTENTION_OUT, layer=layer)),
                 ffn_norm=tensor(Part.FFN_NORM, layer=layer),
-                gate_up=tensor(Part.GATE, Part.UP, layer=layer),
-                down=tensor(Part.DOWN, layer=layer),
+                gate_up=pack(tensor(Part.GATE, Part.UP, layer=layer)),
+                down=pack(tensor(Part.DOWN, layer=layer)),
                 qkv_bias=tensor(Part.QUERY_BIAS, Part.KEY_BIAS, Part.VALUE_BIAS, layer=layer)
                 if config.qkv_bias
                 else None,
@@ -66,7 +67,7 @@ def load_weights(
         )
         progress((layer + 1) / (config.layers + 1))
     embedding = tensor(Part.EMBEDDING)
-    head = embedding if config.tied else tensor(Part.HEAD)
+    head = pack(embedding if config.tied else tensor(Part.HEAD))
     final_norm = tensor(Part.FINAL_NORM)
     checkpoint.refuse_unread()
     progress(1.0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.nn import functional
 
-from services.replica.model.layers import product, rms_norm
+from services.replica.model.layers import pack, product, rms_norm
 
 
 @pytest.fixture(params=[1, 2, 3])
@@ -31,6 +31,31 @@ def test_a_product_in_slices_is_the_product(rows: int, out: int):
         assert found.is_contiguous()
         torch.testing.assert_close(found, functional.linear(x, weight, added))
     assert torch.equal(x, torch.randn((rows, 48), generator=made.manual_seed(rows * 1000 + out), dtype=torch.float64))
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5, 33, 200])
+@pytest.mark.parametrize("out", [64, 7, 130])
+@pytest.mark.usefixtures("threads")
+def test_a_product_with_a_packed_weight_is_the_product(rows: int, out: int):
+    """What oneDNN lays out for itself gives the same numbers, with a bias or none, and leaves the weight as it was."""
+    made = torch.Generator().manual_seed(rows * 1000 + out)
+    x, weight, bias = (torch.randn(shape, generator=made) for shape in ((rows, 48), (out, 48), (out,)))
+    before, packed = weight.clone(), pack(weight)
+    assert packed.is_mkldnn == torch.backends.mkldnn.is_available()
+    for added in (None, bias):
+        found = product(x, packed, added)
+        assert found.is_contiguous()
+        torch.testing.assert_close(found, functional.linear(x, weight, added))
+    assert torch.equal(weight, before)
+
+
+def test_only_float32_is_packed():
+    """Other numbers, and a GPU's, have kernels that want the plain matrix."""
+    for dtype in (torch.float64, torch.bfloat16):
+        weight = torch.ones(4, 4, dtype=dtype)
+        assert pack(weight) is weight
+    elsewhere = torch.ones(4, 4, device="meta")
+    assert pack(elsewhere) is elsewhere
 
 
 def test_the_squares_of_halves_are_summed_exactly_enough():
