@@ -55,7 +55,7 @@ def naive_logits(config: ModelConfig, weights: Weights, ids: Sequence[int], rows
     turn = torch.polar(torch.ones_like(angles), angles)
     future = torch.ones(length, length, dtype=torch.bool).triu(1)
     for layer in weights.layers:
-        projected = _norm(x, layer.attention_norm, config.eps) @ layer.qkv.T
+        projected = _norm(x, layer.attention_norm, config.eps) @ _matrix(layer.qkv).T
         heads = projected.view(length, -1, config.head_dim)
         queries, keys = heads[:, : config.heads], heads[:, config.heads : config.heads + config.kv_heads]
         values = heads[:, config.heads + config.kv_heads :]
@@ -64,10 +64,10 @@ def naive_logits(config: ModelConfig, weights: Weights, ids: Sequence[int], rows
             shared = head * config.kv_heads // config.heads
             scores = _turned(queries[:, head], turn) @ _turned(keys[:, shared], turn).T / config.head_dim**0.5
             mixed.append(scores.masked_fill(future, -torch.inf).softmax(-1) @ values[:, shared])
-        x = x + torch.cat(mixed, dim=-1) @ layer.attention_out.T
-        gate, up = (_norm(x, layer.ffn_norm, config.eps) @ layer.gate_up.T).split(config.ffn, dim=-1)
-        x = x + (gate * gate.sigmoid() * up) @ layer.down.T
-    return _norm(x[-rows:], weights.final_norm, config.eps) @ weights.head.T
+        x = x + torch.cat(mixed, dim=-1) @ _matrix(layer.attention_out).T
+        gate, up = (_norm(x, layer.ffn_norm, config.eps) @ _matrix(layer.gate_up).T).split(config.ffn, dim=-1)
+        x = x + (gate * gate.sigmoid() * up) @ _matrix(layer.down).T
+    return _norm(x[-rows:], weights.final_norm, config.eps) @ _matrix(weights.head).T
 
 
 def naive_greedy(config: ModelConfig, weights: Weights, ids: Sequence[int], count: int) -> list[int]:
@@ -76,6 +76,10 @@ def naive_greedy(config: ModelConfig, weights: Weights, ids: Sequence[int], coun
     for _ in range(count):
         grown.append(int(naive_logits(config, weights, grown)[0].argmax()))
     return grown[len(ids) :]
+
+
+def _matrix(weight: torch.Tensor) -> torch.Tensor:
+    return weight.to_dense()  # what was packed for the kernels, as it was
 
 
 def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
