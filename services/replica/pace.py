@@ -1,8 +1,12 @@
 """How often a replica appends: more tokens a chunk when there is more to say, or when the bus is slow. Pure."""
 
+from collections.abc import Iterable
+
 from shared.limits import APPEND_LATENCY_FACTOR, APPENDS_PER_S_MAX, CHUNK_INTERVAL_S_MAX, CHUNK_INTERVAL_S_MIN
 
 _SMOOTHING = 0.1
+_TOGETHER_S = 0.001
+_NEARLY = 0.5  # of an interval
 
 
 class ChunkPace:
@@ -19,3 +23,13 @@ class ChunkPace:
         """Seconds between two chunks of a log while `writing` logs are written."""
         wanted = max(writing / APPENDS_PER_S_MAX, APPEND_LATENCY_FACTOR * self.append_s)
         return min(CHUNK_INTERVAL_S_MAX, max(CHUNK_INTERVAL_S_MIN, wanted))
+
+
+def goes_by(dues: Iterable[float], now: float, interval_s: float) -> float:
+    """What is due by then goes out now: with the first that is due also those that nearly are.
+
+    So that the logs of a replica move together: a burst of appends wakes the bus and all its readers once. What has no
+    time to wait for (due 0) goes without taking others along.
+    """
+    together = now + _TOGETHER_S
+    return now + max(_TOGETHER_S, _NEARLY * interval_s) if any(0 < due <= together for due in dues) else together

@@ -15,7 +15,7 @@ from typing import Any
 from prometheus_client import Counter, Histogram
 
 from services.replica.attempt import Attempt, Command
-from services.replica.pace import ChunkPace
+from services.replica.pace import ChunkPace, goes_by
 from shared import clock
 from shared.errors import BusClosedError, BusError, WrongLastSequenceError
 from shared.limits import APPEND_RETRY_S
@@ -27,7 +27,6 @@ from shared.token_log import Append
 HEADER_SAMPLED_AT = "Chorus-Sampled-At"  # "<first>,<last>": when the chunk's tokens were sampled, for benches
 
 _NEVER = float("inf")
-_TOGETHER_S = 0.001  # what is due this soon goes out with what is due now
 
 Perform = Callable[[Attempt, list[Command]], None]
 Spawn = Callable[[Coroutine[Any, Any, None]], object]
@@ -56,16 +55,17 @@ class Writers:
     def pump(self) -> None:
         """Send what is due of what was touched; a timer comes back for the rest."""
         touched, self._touched = self._touched, {}
-        self._send_due(touched)
+        self._send_due(self._waiting | touched)
 
     def _send_due(self, attempts: Iterable[Attempt]) -> None:
         now = clock.now_s()
         interval = self._pace.interval_s(self._writing())
-        for attempt in attempts:
-            due = attempt.due_at(interval)
+        dues = {attempt: attempt.due_at(interval) for attempt in attempts}
+        going = goes_by((due for due in dues.values() if due is not None), now, interval)
+        for attempt, due in dues.items():
             if due is None:
                 self._waiting.pop(attempt, None)
-            elif due > now + _TOGETHER_S:
+            elif due > going:
                 self._waiting[attempt] = None
                 self._wake_at(due, now)
             else:

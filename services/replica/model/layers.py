@@ -1,13 +1,10 @@
 """The parts of a Llama-family layer. Rows are tokens; nothing here knows of sequences."""
 
-from math import gcd
-
 import torch
 from torch.nn import functional
 
 from services.replica.model.config import ModelConfig
 
-_FEW = 4  # rows
 _PACKED_FOR = 32  # rows; the layout is the same for one and for hundreds
 
 
@@ -25,24 +22,11 @@ def pack(weight: torch.Tensor) -> torch.Tensor:
 
 
 def product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """[rows, in], [out, in] or what `pack` made of it -> [rows, out].
-
-    On a CPU an unpacked weight goes in slices, each a thread's: one matrix product of few rows is not split well over
-    the threads (of one row, not at all), which costs up to three quarters of its speed.
-    """
+    """[rows, in], [out, in] or what `pack` made of it -> [rows, out]."""
     if weight.is_mkldnn:
         found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")  # noqa: SLF001
         return found
-    slices = gcd(len(weight), 2 * torch.get_num_threads())
-    if not x.is_cpu or slices == 1:
-        return functional.linear(x, weight, bias)
-    parts = weight.view(slices, -1, weight.shape[1])
-    if len(x) <= _FEW:
-        found = torch.bmm(parts, x.t().expand(slices, -1, -1)).view(len(weight), len(x)).t()
-    else:
-        found = torch.bmm(x.expand(slices, -1, -1), parts.transpose(1, 2)).transpose(0, 1)
-    found = found.reshape(len(x), len(weight)).contiguous()
-    return found if bias is None else found + bias
+    return functional.linear(x, weight, bias)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

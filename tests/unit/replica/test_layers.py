@@ -20,22 +20,6 @@ def threads(request) -> Iterator[int]:
 @pytest.mark.parametrize("rows", [1, 2, 4, 5, 8, 33, 200])
 @pytest.mark.parametrize("out", [64, 96, 7, 130])
 @pytest.mark.usefixtures("threads")
-def test_a_product_in_slices_is_the_product(rows: int, out: int):
-    """Whatever the rows, and however the outputs divide by the threads, with a bias or none; what comes out is dense."""
-    made = torch.Generator().manual_seed(rows * 1000 + out)
-    x, weight, bias = (
-        torch.randn(shape, generator=made, dtype=torch.float64) for shape in ((rows, 48), (out, 48), (out,))
-    )
-    for added in (None, bias):
-        found = product(x, weight, added)
-        assert found.is_contiguous()
-        torch.testing.assert_close(found, functional.linear(x, weight, added))
-    assert torch.equal(x, torch.randn((rows, 48), generator=made.manual_seed(rows * 1000 + out), dtype=torch.float64))
-
-
-@pytest.mark.parametrize("rows", [1, 2, 5, 33, 200])
-@pytest.mark.parametrize("out", [64, 7, 130])
-@pytest.mark.usefixtures("threads")
 def test_a_product_with_a_packed_weight_is_the_product(rows: int, out: int):
     """What oneDNN lays out for itself gives the same numbers, with a bias or none, and leaves the weight as it was."""
     made = torch.Generator().manual_seed(rows * 1000 + out)

@@ -8,7 +8,7 @@ import pytest
 
 from services.replica.engine_messages import EngineReady, EngineStats
 from services.replica.heartbeat import Beat, heartbeat
-from services.replica.pace import ChunkPace
+from services.replica.pace import ChunkPace, goes_by
 from services.replica.prefix_report import PrefixReport
 from services.router.fleet_view import FleetView
 from shared.limits import APPENDS_PER_S_MAX, CHUNK_INTERVAL_S_MAX, CHUNK_INTERVAL_S_MIN
@@ -80,11 +80,35 @@ def test_the_pace_follows_load_and_latency():
     """Few logs on a fast bus: the shortest interval; many logs or a slow bus: longer, up to the bound."""
     pace = ChunkPace()
     assert pace.interval_s(1) == CHUNK_INTERVAL_S_MIN
-    assert pace.interval_s(100) == 100 / APPENDS_PER_S_MAX
+    assert pace.interval_s(20) == 20 / APPENDS_PER_S_MAX
     assert pace.interval_s(10_000) == CHUNK_INTERVAL_S_MAX
     for _ in range(100):
         pace.measured(0.02)
     assert CHUNK_INTERVAL_S_MIN < pace.interval_s(1) < CHUNK_INTERVAL_S_MAX
+
+
+def test_with_the_first_that_is_due_go_those_that_nearly_are():
+    """One that is due takes along who is due within half an interval; what goes at once, and what is early, does not."""
+    assert goes_by([10.0, 10.04], 10.0, 0.1) == pytest.approx(10.05)
+    for others in ([], [0.0], [10.01, 10.04]):
+        assert goes_by(others, 10.0, 0.1) == pytest.approx(10.001)
+    assert goes_by([9.0], 10.0, 0.0) == pytest.approx(10.001), "never less than what a timer may be off"
+
+
+def test_logs_that_began_apart_are_soon_written_together():
+    """Whatever the moments of their first tokens: after a few intervals most appends share theirs with others."""
+    rng, interval, tick = random.Random(3), 0.1, 0.002
+    last = {log: rng.uniform(0.0, interval) for log in range(32)}
+    rounds: list[int] = []
+    for at in range(500):
+        now = interval + at * tick
+        dues = {log: appended + interval for log, appended in last.items()}
+        going = goes_by(dues.values(), now, interval)
+        sent = [log for log, due in dues.items() if due <= going]
+        last |= dict.fromkeys(sent, now)
+        rounds += [len(sent)] if sent else []
+    assert sum(rounds) / len(rounds) > 10
+    assert len(rounds) <= 2 * 500 * tick / interval, "and no log is written more often than twice an interval"
 
 
 def test_a_heartbeat_covers_every_dispatch_it_names():
