@@ -84,6 +84,7 @@ class ReplicaService:
             perform=self._perform,
             spawn=self._spawn,
             writing=lambda: len(self._table),
+            appends_per_s_max=settings.appends_per_s_max,
         )
         self._outbox = Outbox(bus, metrics)
         self._prefix = PrefixReport(self.replica, self.boot_id)
@@ -313,7 +314,7 @@ class ReplicaService:
             for report in reports:
                 self._on_report(report, epoch_s + report.sampled_s)
             if reports:
-                self._writers.pump()
+                self._writers.pump(reports[-1].stats.step_s)
 
     def _on_report(self, report: StepReport, sampled_s: float) -> None:
         now = clock.now_s()

@@ -6,7 +6,7 @@ import msgspec
 
 from services.replica.engine_messages import EngineConfig
 from shared.catalog import STUB_FILE
-from shared.limits import ENGINE_RUNNING_MAX, IDLE_END_S, MIB
+from shared.limits import APPENDS_PER_S_MAX, APPENDS_PER_S_MAX_CPU, ENGINE_RUNNING_MAX, IDLE_END_S, MIB
 from shared.settings import CommonSettings
 
 Count = Annotated[int, msgspec.Meta(ge=0)]
@@ -26,6 +26,11 @@ class ReplicaSettings(CommonSettings, frozen=True, kw_only=True):
     kv_mib: Annotated[int, msgspec.Meta(ge=1)] = 512
     running_max: Annotated[int, msgspec.Meta(ge=1)] = ENGINE_RUNNING_MAX
     idle_end_s: Annotated[float, msgspec.Meta(gt=0)] = IDLE_END_S
+
+    @property
+    def appends_per_s_max(self) -> int:
+        """Where the engine computes on the processor, what an append costs is taken from its tokens."""
+        return APPENDS_PER_S_MAX if self.stub or self.device != "cpu" else APPENDS_PER_S_MAX_CPU
 
     def engine_config(self) -> EngineConfig:
         """What the engine process is started with."""

@@ -15,7 +15,7 @@ from typing import Any
 from prometheus_client import Counter, Histogram
 
 from services.replica.attempt import Attempt, Command
-from services.replica.pace import ChunkPace, goes_by
+from services.replica.pace import ChunkPace, goes_by, wakes_at
 from shared import clock
 from shared.errors import BusClosedError, BusError, WrongLastSequenceError
 from shared.limits import APPEND_RETRY_S
@@ -34,16 +34,24 @@ Spawn = Callable[[Coroutine[Any, Any, None]], object]
 
 class Writers:
     """`perform` gets what an attempt decides when its log moves; `spawn` starts a guarded task; `writing` says how many
-    logs are being written.
+    logs are being written, with `appends_per_s_max` for all of them.
     """
 
     def __init__(
-        self, store: LogStore, metrics: Metrics, *, perform: Perform, spawn: Spawn, writing: Callable[[], int]
+        self,
+        store: LogStore,
+        metrics: Metrics,
+        *,
+        perform: Perform,
+        spawn: Spawn,
+        writing: Callable[[], int],
+        appends_per_s_max: int,
     ) -> None:
         self._store, self._perform, self._spawn, self._writing = store, perform, spawn, writing
-        self._pace = ChunkPace()
+        self._pace = ChunkPace(appends_per_s_max)
         self._touched: dict[Attempt, None] = {}
         self._waiting: dict[Attempt, None] = {}  # something to append, not yet due
+        self._step_s = 0.0  # of the last step
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = _NEVER
         self._count = _Counts(metrics)
@@ -52,9 +60,10 @@ class Writers:
         """It may have something to append: looked at by the next `pump`."""
         self._touched[attempt] = None
 
-    def pump(self) -> None:
-        """Send what is due of what was touched; a timer comes back for the rest."""
+    def pump(self, step_s: float = 0.0) -> None:
+        """Send what is due; a step or a timer comes back for the rest. `step_s`: what the step just over took."""
         touched, self._touched = self._touched, {}
+        self._step_s = step_s or self._step_s
         self._send_due(self._waiting | touched)
 
     def _send_due(self, attempts: Iterable[Attempt]) -> None:
@@ -67,7 +76,7 @@ class Writers:
                 self._waiting.pop(attempt, None)
             elif due > going:
                 self._waiting[attempt] = None
-                self._wake_at(due, now)
+                self._wake_at(wakes_at(due, interval, self._step_s), now)
             else:
                 self._waiting.pop(attempt, None)
                 append = attempt.next_append(now)

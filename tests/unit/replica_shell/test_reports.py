@@ -8,10 +8,11 @@ import pytest
 
 from services.replica.engine_messages import EngineReady, EngineStats
 from services.replica.heartbeat import Beat, heartbeat
-from services.replica.pace import ChunkPace, goes_by
+from services.replica.pace import ChunkPace, goes_by, wakes_at
 from services.replica.prefix_report import PrefixReport
+from services.replica.settings import ReplicaSettings
 from services.router.fleet_view import FleetView
-from shared.limits import APPENDS_PER_S_MAX, CHUNK_INTERVAL_S_MAX, CHUNK_INTERVAL_S_MIN
+from shared.limits import APPENDS_PER_S_MAX, APPENDS_PER_S_MAX_CPU, CHUNK_INTERVAL_S_MAX, CHUNK_INTERVAL_S_MIN
 from shared.messages import StepModel
 from tests.unit.replica_shell.health import health
 from tests.unit.replica_shell.test_attempt import attempt
@@ -78,13 +79,29 @@ def test_a_router_that_follows_or_asks_knows_what_was_told(seed: int):
 
 def test_the_pace_follows_load_and_latency():
     """Few logs on a fast bus: the shortest interval; many logs or a slow bus: longer, up to the bound."""
-    pace = ChunkPace()
+    pace = ChunkPace(APPENDS_PER_S_MAX)
     assert pace.interval_s(1) == CHUNK_INTERVAL_S_MIN
-    assert pace.interval_s(20) == 20 / APPENDS_PER_S_MAX
+    assert pace.interval_s(100) == pytest.approx(100 / APPENDS_PER_S_MAX)
     assert pace.interval_s(10_000) == CHUNK_INTERVAL_S_MAX
     for _ in range(100):
         pace.measured(0.02)
     assert CHUNK_INTERVAL_S_MIN < pace.interval_s(1) < CHUNK_INTERVAL_S_MAX
+
+
+def test_a_cpu_replica_appends_less_often():
+    """A GPU, and the stub that stands for one, computes elsewhere than the plane; a processor does both."""
+    most = [
+        ReplicaSettings(nats_url="nats://x", name="r", model="m", **kind).appends_per_s_max
+        for kind in ({"stub": True}, {"device": "cuda"}, {})
+    ]
+    assert most == [APPENDS_PER_S_MAX, APPENDS_PER_S_MAX, APPENDS_PER_S_MAX_CPU]
+
+
+def test_what_waits_for_a_step_goes_out_without_one():
+    """The next step may bring another token until it is late; the longest interval is never exceeded."""
+    assert wakes_at(10.0, 0.02, 0.05) == pytest.approx(10.05)
+    assert wakes_at(10.0, 0.1, 0.5) == pytest.approx(10.0 + CHUNK_INTERVAL_S_MAX - 0.1)
+    assert wakes_at(10.0, CHUNK_INTERVAL_S_MAX, 0.5) == pytest.approx(10.0)
 
 
 def test_with_the_first_that_is_due_go_those_that_nearly_are():
