@@ -208,7 +208,7 @@ BLOCK_TOKENS = 16  # KV slots in a block
 
 # --- the replica's bus shell -----------------------------------------------------------------------
 APPENDS_PER_S_MAX = 1000  # of one replica: past it chunks hold more tokens ...
-APPENDS_PER_S_MAX_CPU = 500  # ... and where the engine computes on the processor: half a millisecond of it goes with each
+APPENDS_PER_S_MAX_CPU = 500  # ... and where the engine computes on the processor: each takes half a millisecond of it
 APPEND_LATENCY_FACTOR = 4.0  # and a chunk waits at least this many times the latency of an append
 APPEND_RETRY_S = 0.1  # after an append that was refused for lack of room, or failed otherwise
 ATTEMPTS_REMEMBERED = 4096  # attempts that are over: a late dispatch of one is refused
