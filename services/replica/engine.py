@@ -7,7 +7,6 @@ engine_s        a sequence's share of step_s: of the weights read, of its tokens
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from typing import Protocol, assert_never
 
 from services.replica.core.plan import Freed, Output, StepPlan, StepResult
@@ -26,7 +25,7 @@ from services.replica.engine_messages import (
     SubmitSequence,
 )
 from services.replica.runner import Runner
-from shared.messages import StepModel, unpack_ids
+from shared.messages import unpack_ids
 
 
 class Inbox(Protocol):
@@ -58,15 +57,10 @@ class Engine:
         step_times: StepTimes,
         marker: StepMarker,
         clock: Callable[[], float],
-        budgets: Callable[[StepModel], tuple[int, int]] | None = None,
     ) -> None:
-        """`budgets` says (step_tokens_max, mixed_tokens_max) of a step model; None: they stay as the scheduler's are.
-
-        What was measured at the start is not enough: other services start beside it.
-        """
         self.stopping = False
         self._scheduler, self._runner = scheduler, runner
-        self._step_times, self._marker, self._clock, self._budgets = step_times, marker, clock, budgets
+        self._step_times, self._marker, self._clock = step_times, marker, clock
         self._steps = self._sampled = self._computed = self._cached = self._preemptions = 0
 
     @property
@@ -123,9 +117,7 @@ class Engine:
         self._marker.end()
         only_decodes = plan.tokens == len(plan.chunks)
         sample = StepSample(plan.tokens, plan.attended, now - began)
-        if self._step_times.observe(sample, only_decodes=only_decodes) and self._budgets is not None:
-            alone, mixed = self._budgets(self._step_times.model)
-            self._scheduler.limits = replace(self._scheduler.limits, step_tokens_max=alone, mixed_tokens_max=mixed)
+        self._step_times.observe(sample, only_decodes=only_decodes)
         timed = StepResult(result.sampled, now - began, result.odds)
         return self._scheduler.commit(plan, timed, now, model), now - began, predicted_s
 
@@ -138,8 +130,6 @@ class Engine:
             waiting=load.waiting,
             waiting_tokens=load.waiting_tokens,
             step=self._step_times.model,
-            step_tokens_max=self._scheduler.limits.step_tokens_max,
-            mixed_tokens_max=self._scheduler.limits.mixed_tokens_max,
             step_s=seconds,
             step_predicted_s=predicted_s,
             step_tokens=plan.tokens,

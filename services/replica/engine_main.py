@@ -39,7 +39,6 @@ from services.replica.warm_up import SHAPES, draw_test_token, settle_memory, ste
 from shared.catalog import STUB_FILE
 from shared.clock import now_s
 from shared.errors import ChorusError, ConfigError
-from shared.messages import StepModel
 from shared.tokenizer import Tokenizer, load_tokenizer
 
 _RECEIVE_BYTES = 1 << 18
@@ -148,11 +147,7 @@ def start(port: SocketPort, config: EngineConfig, marker: SharedMarker) -> Engin
     step_times = StepTimes(built.pace or warm_up(built.runner, vocabulary, SHAPES, now_s))
     phase_over("warm_up")
     asked = config.step_tokens_max or built.step_tokens_max
-
-    def budgets(model: StepModel) -> tuple[int, int]:
-        return step_budgets(model, config.running_max, asked, config.mixed_tokens_max)
-
-    alone, mixed = budgets(step_times.model)
+    alone, mixed = step_budgets(step_times.model, config.running_max, asked, config.mixed_tokens_max)
     reserve = info.blocks_total // _RESERVE_SHARE if config.reserve_blocks is None else config.reserve_blocks
     limits = SchedulerLimits(
         running_max=config.running_max,
@@ -163,9 +158,7 @@ def start(port: SocketPort, config: EngineConfig, marker: SharedMarker) -> Engin
         context_max=info.context_max,
     )
     scheduler = Scheduler(pool=BlockPool(info.blocks_total), vocabulary=vocabulary, limits=limits)
-    engine = Engine(
-        scheduler=scheduler, runner=built.runner, step_times=step_times, marker=marker, clock=now_s, budgets=budgets
-    )
+    engine = Engine(scheduler=scheduler, runner=built.runner, step_times=step_times, marker=marker, clock=now_s)
     port.send(
         EngineReady(
             model_name=built.name,
@@ -177,8 +170,8 @@ def start(port: SocketPort, config: EngineConfig, marker: SharedMarker) -> Engin
             running_max=config.running_max,
             step=step_times.model,
             phases_s=phases,
-            step_tokens_max=alone,
-            mixed_tokens_max=mixed,
+            step_tokens=alone,
+            mixed_tokens=mixed,
             cores=config.threads,
         )
     )

@@ -85,8 +85,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     running_max: int
     step: StepModel
     phases_s: dict[str, float]  # start-up by phase
-    step_tokens_max: int  # of prompts in a step, when nobody decodes
-    mixed_tokens_max: int  # and beside decodes
+    step_tokens: int  # of prompts, most in a step when nobody decodes
+    mixed_tokens: int  # and beside decodes
     cores: int = 1  # of a processor, or GPUs, that a step takes
 
 
@@ -127,8 +127,6 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, array_like=True):
     waiting: int
     waiting_tokens: dict[str, int]  # per tier: tokens not yet computed
     step: StepModel  # refitted as steps are measured
-    step_tokens_max: int  # of prompts in a step, when nobody decodes; follows the step model unless set
-    mixed_tokens_max: int  # and beside decodes
     step_s: float = 0.0  # the last step
     step_predicted_s: float = 0.0
     step_tokens: int = 0  # rows it computed

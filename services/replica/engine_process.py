@@ -236,14 +236,7 @@ class EngineHandle:
         ready = self.ready
         total = ready.blocks_total
         return EngineStats(
-            blocks_total=total,
-            blocks_free=total,
-            running=0,
-            waiting=0,
-            waiting_tokens={},
-            step=ready.step,
-            step_tokens_max=ready.step_tokens_max,
-            mixed_tokens_max=ready.mixed_tokens_max,
+            blocks_total=total, blocks_free=total, running=0, waiting=0, waiting_tokens={}, step=ready.step
         )
 
     def step_age_s(self) -> float:

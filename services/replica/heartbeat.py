@@ -54,14 +54,14 @@ def heartbeat(beat: Beat) -> ReplicaHealth:
         tokens_per_s=beat.tokens_per_s,
         http=beat.http,
         dispatches=beat.dispatches,
-        step_tokens=_step_tokens(stats),
+        step_tokens=_step_tokens(beat.ready, stats),
     )
 
 
-def _step_tokens(stats: EngineStats) -> int:
+def _step_tokens(ready: EngineReady, stats: EngineStats) -> int:
     """Tokens that the next steps hold when one more prompt comes, as the scheduler will cut it at its beginning."""
     step, running = stats.step, stats.running
-    most = min(stats.mixed_tokens_max, stats.step_tokens_max - running) if running else stats.step_tokens_max
+    most = min(ready.mixed_tokens, ready.step_tokens - running) if running else ready.step_tokens
     held = (stats.blocks_total - stats.blocks_free) * BLOCK_TOKENS
     decodes_s = step.base_s + step.per_token_s * running + step.per_attended_s * held
     room = room_s(step, decodes_s=decodes_s, decodes=running, prompts=1 + stats.waiting)

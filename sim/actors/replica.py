@@ -99,8 +99,8 @@ class Replica(Process):
             running_max=swarm.running_max,
             step=times.model,
             phases_s={},
-            step_tokens_max=swarm.running_max + 64,
-            mixed_tokens_max=32,
+            step_tokens=swarm.running_max + 64,
+            mixed_tokens=32,
         )
         self.hung_since: float | None = None
         self._commands: list[Command] = []

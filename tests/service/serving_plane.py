@@ -126,8 +126,8 @@ class PlaceEngine:
             running_max=running_max,
             step=times.model,
             phases_s={},
-            step_tokens_max=256,
-            mixed_tokens_max=64,
+            step_tokens=256,
+            mixed_tokens=64,
         )
         self.stats: EngineStats = self._engine.stats()
 

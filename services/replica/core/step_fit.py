@@ -36,15 +36,12 @@ class StepTimes:
         self._decodes: deque[StepSample] = deque(maxlen=self._REMEMBERED)
         self._since_fit = 0
 
-    def observe(self, sample: StepSample, *, only_decodes: bool) -> bool:
-        """Whether the model was fitted again."""
+    def observe(self, sample: StepSample, *, only_decodes: bool) -> None:
         (self._decodes if only_decodes else self._prompts).append(sample)
         self._since_fit += 1
-        if self._since_fit < self._REFIT_EVERY:
-            return False
-        self._since_fit = 0
-        self.model = fit([*self._prompts, *self._decodes])
-        return True
+        if self._since_fit >= self._REFIT_EVERY:
+            self._since_fit = 0
+            self.model = fit([*self._prompts, *self._decodes])
 
 
 def predict(model: StepModel, tokens: int, attended: int) -> float:

@@ -22,7 +22,7 @@ from services.replica.engine_messages import (
     frame,
 )
 from services.replica.stub_runner import StubRunner, scripted_token
-from shared.messages import Sampling, StepModel, pack_ids
+from shared.messages import Sampling, pack_ids
 from shared.outcomes import EndReason
 from shared.tiers import Tier
 from tests.unit.replica.machine import VOCABULARY, Machine, Script, demand, limits
@@ -52,10 +52,9 @@ class Mark:
         self.running = None
 
 
-def engine(runner=None, mark: Mark | None = None, budgets=None, **changes: int) -> Engine:
+def engine(runner=None, mark: Mark | None = None, **changes: int) -> Engine:
     pool = BlockPool(64)
     return Engine(
-        budgets=budgets,
         scheduler=Scheduler(pool=pool, vocabulary=VOCABULARY, limits=limits(**changes)),
         runner=runner or Script(),
         step_times=StepTimes([StepSample(1, 1, 0.002)]),
@@ -131,26 +130,6 @@ def test_a_cancel_is_confirmed_by_the_next_report():
     assert [token.sequence_id for token in report.tokens] == ["b"]
     assert report.stats.blocks_free == 64
     assert stepped.idle
-
-
-def test_a_step_holds_what_the_refitted_model_allows():
-    """Every 64 steps the model is fitted again; what steps may hold, and what is said of it, follows."""
-    models = []
-
-    def budgets(model: StepModel) -> tuple[int, int]:
-        models.append(model)
-        return 40, 24
-
-    stepped = engine(budgets=budgets, step_tokens_max=100, mixed_tokens_max=80, context_max=512)
-    before = finish(stepped, [submit("a", budget=63)])
-    assert not models
-    assert {(each.stats.step_tokens_max, each.stats.mixed_tokens_max) for each in before} == {(100, 80)}
-    after = finish(stepped, [submit("b", length=90, budget=2, domain=b"b")])
-    assert [each.stats.step_tokens for each in after] == [90, 1]
-    assert models == [after[0].stats.step]
-    assert [after[-1].stats.step_tokens_max, after[-1].stats.mixed_tokens_max] == [40, 24]
-    again = finish(stepped, [submit("c", length=90, budget=2, domain=b"c")])
-    assert [each.stats.step_tokens for each in again] == [40, 40, 10, 1]
 
 
 def test_a_running_step_is_marked():

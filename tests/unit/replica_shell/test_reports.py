@@ -141,18 +141,11 @@ def test_a_heartbeat_covers_every_dispatch_it_names():
         running_max=4,
         step=step,
         phases_s={},
-        step_tokens_max=512,
-        mixed_tokens_max=512,
+        step_tokens=80,
+        mixed_tokens=48,
     )
     stats = EngineStats(
-        blocks_total=64,
-        blocks_free=60,
-        running=1,
-        waiting=1,
-        waiting_tokens={"free": 7, "paid": 2},
-        step=step,
-        step_tokens_max=80,
-        mixed_tokens_max=48,
+        blocks_total=64, blocks_free=60, running=1, waiting=1, waiting_tokens={"free": 7, "paid": 2}, step=step
     )
     beat = Beat(
         replica="r",
