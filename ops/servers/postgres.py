@@ -173,11 +173,11 @@ def _is_attached(lock: Path) -> bool:
     attached; where that cannot be read the answer is no, and the next start finds out.
     """
     try:
-        named = lock.read_text().splitlines()[6].split()  # its seventh line: "key id"
+        named = lock.read_bytes().splitlines()[6].split()[1].decode(errors="replace")  # its seventh line: "key id"
         segments = [line.split() for line in Path("/proc/sysvipc/shm").read_text().splitlines()]
     except (OSError, IndexError):
         return False
     if not segments or segments[0][:2] != ["key", "shmid"]:
         return False
-    attached = segments[0].index("nattch")
-    return any(segment[:2] == named and segment[attached] != "0" for segment in segments[1:])
+    attached = segments[0].index("nattch")  # the id alone tells: of the key's sign the two have different opinions
+    return any(segment[1] == named and segment[attached] != "0" for segment in segments[1:])

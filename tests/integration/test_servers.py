@@ -194,6 +194,16 @@ async def test_postgres_waits_for_the_workers_of_a_killed_server(tmp_path):
         await running.stop()
 
 
+@pytest.mark.parametrize("rubbish", [b"", b"\xff\xfe" * 60, b"1\n" * 7, b"\xff\n" * 9, b"x\n" * 6 + b"1 \xff\n"])
+async def test_a_lock_file_of_rubbish_is_postgres_s_own_to_judge(tmp_path, rubbish: bytes):
+    """Whatever stands in it, our own wait is over at once and nothing is raised."""
+    running = RunningPostgres(tmp_path)
+    (tmp_path / "postgres" / "cluster").mkdir(parents=True)
+    (tmp_path / "postgres" / "cluster" / "postmaster.pid").write_bytes(rubbish)
+    async with asyncio.timeout(1):
+        await running.unit.prepare()
+
+
 async def test_the_database_user_is_no_superuser(postgres_url: str):
     """`chorus` owns its database and rules nothing else; the superuser cannot log in at all."""
     connection = await asyncpg.connect(postgres_url)

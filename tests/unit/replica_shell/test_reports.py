@@ -1,5 +1,6 @@
 """What a replica tells the routers: its prefix blocks in numbered changes, its pace, its heartbeat."""
 
+import asyncio
 import dataclasses
 import random
 
@@ -11,9 +12,12 @@ from services.replica.heartbeat import Beat, heartbeat
 from services.replica.pace import ChunkPace, goes_by, wakes_at
 from services.replica.prefix_report import PrefixReport
 from services.replica.settings import ReplicaSettings
+from services.replica.writers import Writers
 from services.router.fleet_view import FleetView
+from shared import clock
 from shared.limits import APPENDS_PER_S_MAX, APPENDS_PER_S_MAX_CPU, CHUNK_INTERVAL_S_MAX, CHUNK_INTERVAL_S_MIN
 from shared.messages import StepModel
+from shared.telemetry import Metrics
 from tests.unit.replica_shell.health import health
 from tests.unit.replica_shell.test_attempt import attempt
 
@@ -168,3 +172,36 @@ def test_a_heartbeat_covers_every_dispatch_it_names():
     assert heartbeat(dataclasses.replace(beat, stats=idle)).step_tokens == 80
     slow = msgspec.structs.replace(stats, running=5, waiting=0, step=StepModel(base_s=0.01, per_token_s=0.002))
     assert heartbeat(dataclasses.replace(beat, stats=slow)).step_tokens == 5 + 6, "0.02 s for who runs, and 0.65 of it"
+
+
+class Log:
+    """One log as `Writers` sees it: something to append, `interval` after what it appended before."""
+
+    def __init__(self) -> None:
+        self.last, self.sent = clock.now_s(), asyncio.Event()
+
+    def due_at(self, interval_s: float) -> float | None:
+        return None if self.sent.is_set() else self.last + interval_s
+
+    def next_append(self, now: float) -> None:
+        self.sent_s = now
+        self.sent.set()
+
+
+async def test_a_chunk_waits_for_the_next_step_and_goes_without_it():
+    """Not when it is due, as a step may bring another token then; a step's length later at last, though nobody pumps."""
+    writers = Writers(None, Metrics(), perform=None, spawn=None, writing=lambda: 1, appends_per_s_max=APPENDS_PER_S_MAX)
+    alone, stepped = Log(), Log()
+    writers.touch(alone)
+    writers.pump(0.06)
+    async with asyncio.timeout(2):
+        await alone.sent.wait()
+    assert alone.sent_s - alone.last > CHUNK_INTERVAL_S_MIN + 0.05
+    stepped.last = clock.now_s()
+    writers.touch(stepped)
+    writers.pump(1.0)
+    assert not stepped.sent.is_set()
+    await asyncio.sleep(CHUNK_INTERVAL_S_MIN + 0.005)
+    writers.pump(1.0)
+    assert stepped.sent.is_set(), "what waits goes with the next step, touched or not"
+    writers.close()
