@@ -113,7 +113,8 @@ class Link:
         self._subjects = itertools.count(1)
         self._inboxes: dict[NatsSubscription, Inbox] = {}
         self._up = asyncio.Event()
-        self._said = "no answer"  # the last error while not connected
+        self._said = "no answer"  # the last error while not connected: the server's own word before the network's
+        self._told = False  # it is the server's
 
     # --- life ------------------------------------------------------------------------------------------------
 
@@ -197,7 +198,9 @@ class Link:
             self.counts.errors += 1
             _log.warning("bus_error", error=f"{type(error).__name__}: {error}")
         else:
-            self._said = str(error) or type(error).__name__
+            told = isinstance(error, nats.errors.Error)  # a refusal is often followed, or hidden, by a reset
+            if told or not self._told:
+                self._said, self._told = str(error) or type(error).__name__, told
 
     # --- sending ---------------------------------------------------------------------------------------------
 

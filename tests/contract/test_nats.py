@@ -3,11 +3,13 @@
 import asyncio
 import signal
 
+import nats.errors
 import pytest
 import uvloop
 
 from shared.bus import ConsumerSpec, StreamSpec
 from shared.bus.nats import connect
+from shared.bus.nats_link import Link
 from shared.errors import BusError, BusTimeoutError, NoRespondersError
 from shared.limits import BUS_UNSENT_BYTES_MAX
 from tests.contract.conftest import until
@@ -25,7 +27,16 @@ async def test_no_server_is_one_sentence_without_the_password():
 async def test_a_wrong_password_is_said(own_nats):
     """A user the server does not know fails the start with the server's word for it."""
     with pytest.raises(BusTimeoutError, match="Authorization Violation"):
-        await connect(own_nats.url, user="known", password="wrong", timeout_s=0.7)
+        await connect(own_nats.url, user="known", password="wrong", timeout_s=2.5)
+
+
+async def test_the_server_s_own_word_outlasts_what_the_network_says():
+    """A refusal is followed by resets and refused connections, which tell nobody what to do."""
+    link = Link("_INBOX")
+    for error in (OSError("before"), nats.errors.Error("nats: Authorization Violation"), OSError("after")):
+        await link._on_error(error)
+    with pytest.raises(BusTimeoutError, match="Authorization Violation"):
+        await link.connect("nats://127.0.0.1:1", None, None, "test", 0.1)
 
 
 async def test_a_missing_permission_costs_the_deadline_and_is_counted(own_nats):
