@@ -1,7 +1,6 @@
 """`chorus keys`: create, list and revoke API keys. A key is shown once; only its digest is stored."""
 
-import asyncpg
-
+from ops.database import connected
 from ops.reach import Reach, operator_bus
 from services.conversation.key_store import KeyRow, create_key, list_keys, revoke_key
 from shared.errors import BusError, ConfigError
@@ -9,12 +8,10 @@ from shared.messages import KeyRevoked, encode
 from shared.subjects import Names
 from shared.tiers import Tier
 
-CONNECT_S = 10.0
-
 
 async def create(reach: Reach, *, org: str, user: str, tier: Tier, label: str) -> str:
     """A new key, to be shown this once."""
-    connection = await _connected(reach)
+    connection = await connected(reach.postgres.reveal())
     try:
         key, _ = await create_key(connection, org=org, user=user, tier=tier, label=label)
     finally:
@@ -23,7 +20,7 @@ async def create(reach: Reach, *, org: str, user: str, tier: Tier, label: str) -
 
 
 async def listed(reach: Reach, *, org: str | None, user: str | None) -> list[KeyRow]:
-    connection = await _connected(reach)
+    connection = await connected(reach.postgres.reveal())
     try:
         return list(await list_keys(connection, org=org, user=user))
     finally:
@@ -32,7 +29,7 @@ async def listed(reach: Reach, *, org: str | None, user: str | None) -> list[Key
 
 async def revoke(reach: Reach, key_id: str) -> str:
     """Revoke, then tell every gateway; returns a sentence. Raises ConfigError when there is no such key."""
-    connection = await _connected(reach)
+    connection = await connected(reach.postgres.reveal())
     try:
         row = await revoke_key(connection, key_id)
     finally:
@@ -54,10 +51,3 @@ def line(row: KeyRow) -> str:
     return (
         f"{row.id}  {row.tier.value:<10}  {owner:<24}  {row.created_at:%Y-%m-%d %H:%M}  {state}  {row.label}".rstrip()
     )
-
-
-async def _connected(reach: Reach) -> asyncpg.Connection:
-    try:
-        return await asyncpg.connect(reach.postgres.reveal(), timeout=CONNECT_S)
-    except (OSError, asyncpg.PostgresError, ValueError) as error:
-        raise ConfigError(f"PostgreSQL does not answer ({error}): is `chorus up` running?") from error

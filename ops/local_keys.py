@@ -5,20 +5,20 @@ from pathlib import Path
 import asyncpg
 import msgspec
 
+from ops.database import connected
 from ops.files import write_private
 from services.conversation.key_store import create_key, digest_of, find_key
 from shared.errors import ConfigError
 from shared.tiers import Tier
 
 ORG = "local"
-CONNECT_S = 10.0
 
 
 async def local_keys(postgres_url: str, path: Path) -> dict[str, str]:
     """Tier -> key; those in `path` that the database still knows, and new ones for the others."""
     kept = _kept(path)
     try:
-        connection = await asyncpg.connect(postgres_url, timeout=CONNECT_S)
+        connection = await connected(postgres_url)
         try:
             keys = {tier.value: await _good_or_new(connection, tier, kept.get(tier.value)) for tier in Tier}
         finally:

@@ -5,10 +5,10 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
-import asyncpg
 import httpx2 as httpx
 import msgspec
 
+from ops.database import connected
 from ops.reach import operator_bus, reach_of
 from shared.bus import Bus
 from shared.limits import CATCH_UP_BATCH
@@ -54,7 +54,7 @@ def rows(data: Path, question: str, *arguments: object) -> list[Mapping[str, obj
     """What PostgreSQL holds."""
 
     async def ask() -> list[Mapping[str, object]]:
-        connection = await asyncpg.connect(reach_of(data, os.environ).postgres.reveal())
+        connection = await connected(reach_of(data, os.environ).postgres.reveal())
         try:
             return [dict(row) for row in await connection.fetch(question, *arguments)]
         finally:

@@ -12,13 +12,15 @@ import nats
 import pytest
 import redis.asyncio as redis
 
+from bench.region import free_port
+from ops import database
 from ops.credentials import load_credentials
 from ops.permissions import USERS, inbox_prefix
 from ops.servers.nats import NatsServer
 from ops.servers.valkey import ValkeyServer
 from shared.bus import Bus
 from shared.bus.nats import connect
-from shared.errors import BusTimeoutError
+from shared.errors import BusTimeoutError, ConfigError
 from shared.ids import reply_id
 from shared.tiers import Tier
 from shared.topology import topology
@@ -192,6 +194,36 @@ async def test_postgres_waits_for_the_workers_of_a_killed_server(tmp_path):
         assert running.child.pid != server
     finally:
         await running.stop()
+
+
+async def test_an_operator_s_command_waits_for_a_database_that_starts_again(tmp_path, capsys):
+    """While it is down or recovers the command waits, and says so once; a wrong password is no reason to wait."""
+    running = RunningPostgres(tmp_path)
+    await running.start()
+    try:
+        await running.kill()
+        waiting = asyncio.create_task(database.connected(running.url))
+        await asyncio.sleep(0.5)
+        assert not waiting.done()
+        await running.start()
+        connection = await waiting
+        assert await connection.fetchval("SELECT 1") == 1
+        await connection.close()
+        assert capsys.readouterr().err.count("waiting for PostgreSQL") == 1
+        with pytest.raises(ConfigError, match="cannot be used"):
+            await database.connected(running.url.replace("://chorus:", "://chorus:no"))
+        assert capsys.readouterr().err == ""
+    finally:
+        await running.stop()
+
+
+async def test_a_database_that_stays_away_is_said(monkeypatch, tmp_path):
+    """The wait ends, with what the driver says and what to look at; an address that is none is said at once."""
+    with pytest.raises(ConfigError, match="address cannot be read"):
+        await database.connected("postgresql://u@127.0.0.1:port/x")
+    monkeypatch.setattr(database, "CONNECT_S", 0.5)
+    with pytest.raises(ConfigError, match=r"does not answer .*is `chorus up` running"):
+        await database.connected(f"postgresql://u@127.0.0.1:{free_port()}/x")
 
 
 @pytest.mark.parametrize("rubbish", [b"", b"\xff\xfe" * 60, b"1\n" * 7, b"\xff\n" * 9, b"x\n" * 6 + b"1 \xff\n"])
