@@ -232,7 +232,7 @@ async def test_a_lock_file_of_rubbish_is_postgres_s_own_to_judge(tmp_path, rubbi
     running = RunningPostgres(tmp_path)
     (tmp_path / "postgres" / "cluster").mkdir(parents=True)
     (tmp_path / "postgres" / "cluster" / "postmaster.pid").write_bytes(rubbish)
-    async with asyncio.timeout(1):
+    async with asyncio.timeout(5):  # the wait for workers takes 10 s
         await running.unit.prepare()
 
 
