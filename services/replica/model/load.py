@@ -11,6 +11,7 @@ from services.replica.core.plan import blocks_for
 from services.replica.engine_messages import EngineConfig
 from services.replica.model import native_runner
 from services.replica.model.checkpoint import Checkpoint
+from services.replica.model.free_memory import free_bytes
 from services.replica.model.gguf_checkpoint import open_gguf
 from services.replica.model.hf_checkpoint import open_folder
 from services.replica.model.kv_size import KvType, kv_block_bytes
@@ -18,7 +19,7 @@ from services.replica.model.native import kernels
 from services.replica.runner import Runner, RunnerInfo
 from shared.errors import ConfigError, ModelFileError
 from shared.gguf import TensorType
-from shared.limits import CONTEXT_TOKENS_MIN
+from shared.limits import CONTEXT_TOKENS_MIN, MIB
 
 PRECISION = "CHORUS_PRECISION"  # of the native kernels
 PRECISIONS = ("fast", "precise")
@@ -127,11 +128,17 @@ def _context(checkpoint: Checkpoint, config: EngineConfig) -> int:
 
 
 def _blocks(checkpoint: Checkpoint, config: EngineConfig, kv: KvType) -> int:
-    blocks = config.blocks or config.kv_bytes // kv_block_bytes(checkpoint.config, kv)
+    size = kv_block_bytes(checkpoint.config, kv)
+    blocks = config.blocks or config.kv_bytes // size
     least = blocks_for(CONTEXT_TOKENS_MIN)
     if blocks < least:
-        size = kv_block_bytes(checkpoint.config, kv)
         raise ConfigError(
             f"KV memory for {blocks} blocks is too little: this model needs {least}, of {size} bytes each"
+        )
+    free = free_bytes() if config.device == "cpu" else None
+    if free is not None and blocks * size > free:  # said before the system ends us for it
+        raise ConfigError(
+            f"KV memory of {blocks * size // MIB} MiB does not fit: {free // MIB} MiB are free here. "
+            "Set CHORUS_KV_MIB lower, or run fewer replicas."
         )
     return blocks

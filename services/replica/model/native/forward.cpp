@@ -53,7 +53,7 @@ class Model {
   explicit Model(const Shape& shape)
       : s(shape), layers(shape.layers), team(shape.threads, shape.layers * 8 + 8), desks_(shape.threads) {
     cache_ = {s.layers, s.blocks, s.kv_heads, s.head_dim, Kv(s.kv), nullptr};
-    cache_.data = memory.take(cache_.bytes());
+    cache_.data = memory.take_present(cache_.bytes());
     for (auto& desk : desks_) {
       desk.scores.need(size_t(ROWS) * group() * (s.context + 2 * SLOTS));
       desk.mixed.need(size_t(ROWS) * group() * s.head_dim);
