@@ -16,6 +16,11 @@ def now_s() -> float:
     return time.monotonic()
 
 
+def computed_s() -> float:
+    """Seconds that the threads of this process have computed, added up: it stands while others have the cores."""
+    return time.process_time()
+
+
 def sleep(seconds: float) -> None:
     """Blocks this thread: for a process that has no event loop."""
     time.sleep(seconds)

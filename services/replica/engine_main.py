@@ -35,7 +35,7 @@ from services.replica.engine_messages import (
 )
 from services.replica.runner import Runner
 from services.replica.stub_runner import StubRunner
-from services.replica.warm_up import SHAPES, draw_test_token, settle_memory, step_budgets, warm_up
+from services.replica.warm_up import SHAPES, draw_test_token, settle_memory, step_budgets, step_clock, warm_up
 from shared.catalog import STUB_FILE
 from shared.clock import now_s
 from shared.errors import ChorusError, ConfigError
@@ -144,7 +144,8 @@ def start(port: SocketPort, config: EngineConfig, marker: SharedMarker) -> Engin
     info = built.runner.info
     phase_over("build")
     draw_test_token(built.runner, vocabulary, now_s)
-    step_times = StepTimes(built.pace or warm_up(built.runner, vocabulary, SHAPES, now_s))
+    clock = step_clock(config.device, config.threads)
+    step_times = StepTimes(built.pace or warm_up(built.runner, vocabulary, SHAPES, clock))
     phase_over("warm_up")
     asked = config.step_tokens_max or built.step_tokens_max
     alone, mixed = step_budgets(step_times.model, config.running_max, asked, config.mixed_tokens_max)

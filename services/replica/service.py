@@ -110,7 +110,14 @@ class ReplicaService:
         if not self._settings.stub and not self._settings.model_file:
             raise ConfigError("a replica needs weights: set CHORUS_MODEL_FILE, or CHORUS_STUB=1 for scripted tokens")
         ready = await self._engine.start(self._settings.engine_config(), on_progress=self._on_progress)
-        self._log.info("engine_ready", model=ready.model_name, version=ready.model_version, phases_s=ready.phases_s)
+        self._log.info(
+            "engine_ready",
+            model=ready.model_name,
+            version=ready.model_version,
+            phases_s=ready.phases_s,
+            step_tokens=ready.step_tokens,
+            mixed_tokens=ready.mixed_tokens,
+        )
         self._table.capacity = Capacity(
             blocks_total=ready.blocks_total,
             context_max=ready.context_max,

@@ -1,6 +1,7 @@
 """First steps of a fresh runner: they warm it, prove that it draws tokens, and measure how long steps take."""
 
 import gc
+import os
 from collections.abc import Callable, Sequence
 
 from services.replica.core.block_pool import BlockPool
@@ -11,6 +12,7 @@ from services.replica.core.sequence import Demand
 from services.replica.core.step_budget import tokens_s
 from services.replica.core.step_fit import StepSample, tokens_within
 from services.replica.runner import Runner
+from shared.clock import computed_s, now_s
 from shared.errors import EngineError
 from shared.limits import BLOCK_TOKENS
 from shared.messages import Sampling, StepModel
@@ -24,19 +26,39 @@ _DECODES = 2
 STEP_TOKENS_MAX = 512
 
 
+def step_clock(device: str, threads: int) -> Callable[[], float]:
+    """The clock for steps that are measured at the start.
+
+    On the processor it counts what is computed, shared out over the cores: replicas that start together on one machine,
+    and the services beside them, would each find it half as fast as it is, and keep their steps small ever after.
+    """
+    if device != "cpu":
+        return now_s
+    cores = min(threads, len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else threads)
+    return lambda: computed_s() / cores
+
+
 def warm_up(
-    runner: Runner, vocabulary: Vocabulary, shapes: Sequence[tuple[int, int]], clock: Callable[[], float]
+    runner: Runner,
+    vocabulary: Vocabulary,
+    shapes: Sequence[tuple[int, int]],
+    clock: Callable[[], float],
+    *,
+    now: Callable[[], float] = now_s,
 ) -> list[StepSample]:
-    """Run the first shape to warm up, then measure each. What stands in the blocks afterwards, nobody will look up."""
+    """Run the first shape to warm up, then measure each by `clock`, for MEASURE_S by `now`.
+
+    What stands in the blocks afterwards, nobody will look up.
+    """
     room = min(runner.info.blocks_total * BLOCK_TOKENS, runner.info.context_max)
     fitting = [(count, length) for count, length in shapes if count * (length + 1 + _DECODES) <= room]
     if not fitting:
         raise EngineError(f"the engine has room for {room} tokens, too few to run anything: give it more memory")
     _measure(runner, vocabulary, *fitting[0], clock)
-    began = clock()
+    began = now()
     samples: list[StepSample] = []
     for count, length in fitting:
-        if clock() - began < MEASURE_S:
+        if now() - began < MEASURE_S:
             samples += _measure(runner, vocabulary, count, length, clock)
     if room >= DEEP + DEEP_TOKENS:
         samples.append(_measure_deep(runner, clock))

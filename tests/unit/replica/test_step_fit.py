@@ -1,12 +1,14 @@
 """The step model fitted to samples."""
 
+import os
 import random
+import time
 
 import pytest
 
 from services.replica.core.step_budget import ALONE_STEP_S, ALONE_STEP_S_MAX
 from services.replica.core.step_fit import StepSample, StepTimes, fit, predict, tokens_within
-from services.replica.warm_up import draw_test_token, step_budgets, warm_up
+from services.replica.warm_up import draw_test_token, step_budgets, step_clock, warm_up
 from shared.errors import EngineError
 from shared.messages import StepModel
 from tests.unit.replica.machine import VOCABULARY, Script
@@ -108,6 +110,28 @@ def test_warm_up_measures_every_shape_that_fits():
     assert all(sample.seconds > 0 for sample in samples)
     with pytest.raises(EngineError, match="memory"):
         warm_up(Script(), VOCABULARY, [(1 << 20, 16)], lambda: 0.0)
+
+
+def test_a_busy_start_is_no_slow_machine():
+    """On the processor the first steps are measured by what they compute, not by how long others kept them waiting."""
+    clock, began, now = step_clock("cpu", 1), [], time.monotonic()
+    began.append(clock())
+    time.sleep(0.2)
+    waited = clock() - began[0]
+    while time.process_time() - began[0] < 0.2:
+        sum(range(1000))
+    assert waited < 0.1
+    assert clock() - began[0] >= 0.2
+    assert step_clock("cuda", 1)() >= now + 0.4, "a GPU computes while this process waits"
+
+
+def test_work_is_shared_out_over_the_cores():
+    """Two threads on two cores compute twice as much in the same time; on one core they do not."""
+    there = len(os.sched_getaffinity(0))
+    one, all_of_them = step_clock("cpu", 1), step_clock("cpu", 4 * there)
+    spent = one()
+    assert spent > 0
+    assert all_of_them() == pytest.approx(spent / there, rel=0.2)
 
 
 def test_a_test_token_outside_the_vocabulary_is_no_readiness():
