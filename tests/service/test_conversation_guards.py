@@ -68,6 +68,7 @@ async def test_what_was_stored_and_not_queued_is_queued(world: World) -> None:
     for crash_after_accepted in (False, True):
         reply = (await world.send("one")).reply_id
         request = await world.queued(reply)
+        await until(lambda: _empty(world, "outbox"), "its own row is gone")
         await world.bus.purge(NAMES.lane_stream(Tier.PAID), NAMES.lane_filter(Tier.PAID))
         if not crash_after_accepted:
             await world.logs.purge(reply)
@@ -113,6 +114,7 @@ async def test_a_reply_stopped_before_it_was_queued_is_archived(world: World) ->
     """When the log ended before the lane took the request, no router will archive it: the outbox does."""
     reply = (await world.send("one")).reply_id
     request = await world.queued(reply)
+    await until(lambda: _empty(world, "outbox"), "its own row is gone")
     await world.ask("cancel", ref(reply))
     await world.bus.purge(NAMES.lane_stream(Tier.PAID), NAMES.lane_filter(Tier.PAID))
     await world.rows(
