@@ -6,6 +6,9 @@ python -m bench.engine [--trials 3] [--only NAME,...] [--threads 2] [--out bench
 Each figure is the median of the trials; trials go round the systems, so that a machine that slows down slows all. Every
 trial has a slice of text that no server has seen. Prompts are token ids, greedy, end-of-text ignored.
 
+`ratios` are ours to the best peer on the same weights. In `ratios_rounded` a peer counts, too, whose weights are rounded
+to bfloat16: the faster one where the processor has instructions for it.
+
 figure          from                          to                           unit
 batch N         first request sent            last event of the last one   output tokens of all N / s
 single          first token of one stream     its last token               tokens / s
@@ -268,11 +271,15 @@ BETTER: dict[str, Callable[[float, float], float]] = {
 }
 
 
-def ratios(figures: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Ours to the best peer of each figure, and `torch_*`, the torch path's to transformers; above 1 is better."""
+def ratios(figures: dict[str, dict[str, float]], *, rounded: bool) -> dict[str, float]:
+    """Ours to the best peer of each figure, and `torch_*`, the torch path's to transformers; above 1 is better.
+
+    `rounded`: also peers that compute with rounded weights count; else those on the same weights.
+    """
 
     def of_peers(name: str) -> list[float]:
-        return [peer[name] for who, peer in figures.items() if not who.startswith("chorus") and name in peer]
+        others = [who for who in figures if not who.startswith("chorus") and (rounded or not PEERS[who].rounds)]
+        return [figures[who][name] for who in others if name in figures[who]]
 
     ours = figures.get("chorus", {})
     found: dict[str, float] = {}
@@ -316,7 +323,8 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
         if runs
     }
     return {
-        "ratios": ratios(figures),
+        "ratios": ratios(figures, rounded=False),
+        "ratios_rounded": ratios(figures, rounded=True),
         "figures": figures,
         "trials": trials,
         "missing": absent,
@@ -342,8 +350,12 @@ def table(result: dict[str, object]) -> str:
         ["", *names],
         *([who, *(f"{found.get(name, float('nan')):.4g}" for name in names)] for who, found in figures.items()),
     ]
-    for label, prefix in (("ours / best", ""), ("torch / transformers", "torch_")):
-        rows.append([label, *(f"{result['ratios'].get(prefix + name, float('nan')):.2f}" for name in names)])
+    for label, kind, prefix in (
+        ("ours / best", "ratios", ""),
+        ("or on rounded weights", "ratios_rounded", ""),
+        ("torch / transformers", "ratios", "torch_"),
+    ):
+        rows.append([label, *(f"{result[kind].get(prefix + name, float('nan')):.2f}" for name in names)])
     widths = [max(len(row[at]) for row in rows) for at in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
     lines += [f"missing: {who}: {why}" for who, why in result["missing"].items()]

