@@ -6,8 +6,8 @@ python -m bench.engine [--trials 3] [--only NAME,...] [--threads 2] [--out bench
 Each figure is the median of the trials; trials go round the systems, so that a machine that slows down slows all. Every
 trial has a slice of text that no server has seen. Prompts are token ids, greedy, end-of-text ignored.
 
-`ratios` are ours to the best peer on the same weights. In `ratios_rounded` a peer counts, too, whose weights are rounded
-to bfloat16: the faster one where the processor has instructions for it.
+`ratios` are ours to the best peer on the same weights. In `ratios_rounded` counts, too, a peer that rounds them to
+bfloat16: the faster one where the processor has instructions for it.
 
 figure          from                          to                           unit
 batch N         first request sent            last event of the last one   output tokens of all N / s

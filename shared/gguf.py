@@ -11,6 +11,7 @@ Tensors of six types are read: F32, F16, BF16, Q8_0, Q4_0, Q4_1. Nothing is dequ
 import mmap
 import struct
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from pathlib import Path
@@ -83,7 +84,7 @@ class GgufFile:
             reader = _Reader(self._map, path)
             self.metadata, self.tensors = _read_head(reader)
         except BaseException:
-            self._map.close()
+            self.close()
             raise
 
     def data(self, tensor: TensorInfo) -> memoryview:
@@ -95,7 +96,8 @@ class GgufFile:
         return [memoryview(self._map)]
 
     def close(self) -> None:
-        self._map.close()
+        with suppress(BufferError):  # an error on its way out may hold views: the map goes with the last
+            self._map.close()
 
     def __enter__(self) -> Self:
         return self

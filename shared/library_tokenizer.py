@@ -1,9 +1,13 @@
 """What every tokenizer from a file shares: two builds of one vocabulary by the `tokenizers` library."""
 
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from shared.bytes_of_tokens import decode_bytes, printable
+
+# One text at a time: a pool of threads for many would only stand by.
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 class LibraryTokenizer:
@@ -23,10 +27,16 @@ class LibraryTokenizer:
         return len(self.token_bytes)
 
     def encode(self, text: str) -> list[int]:
-        return list(self._plain.encode(printable(text), add_special_tokens=False).ids)
+        return _encoded(self._plain, text)
 
     def encode_template(self, text: str) -> list[int]:
-        return list(self._template.encode(printable(text), add_special_tokens=False).ids)
+        return _encoded(self._template, text)
 
     def decode(self, ids: Iterable[int]) -> str:
         return decode_bytes(self.token_bytes, ids)
+
+
+def _encoded(tokenizer: Any, text: str) -> list[int]:
+    """As a batch of one: only for batches does the library let other threads run meanwhile."""
+    (found,) = tokenizer.encode_batch([printable(text)], add_special_tokens=False)
+    return list(found.ids)

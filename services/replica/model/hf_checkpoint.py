@@ -68,7 +68,7 @@ class _Config(msgspec.Struct):
     tie_word_embeddings: bool | None = None
     sliding_window: int | None = None
     use_sliding_window: bool | None = None
-    max_window_layers: int = 0
+    max_window_layers: int = 28  # what Qwen's own configuration class takes it for
     layer_types: list[str] | None = None
     quantization_config: dict[str, object] | None = None
 

@@ -11,7 +11,7 @@ it saves a dependency, and the library hands tensors out only as copies or as to
 import math
 import mmap
 from collections.abc import Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Annotated
 
@@ -48,11 +48,12 @@ class SafetensorsFile:
         try:
             self.tensors = _read_header(self.map, path)
         except BaseException:
-            self.map.close()
+            self.close()
             raise
 
     def close(self) -> None:
-        self.map.close()
+        with suppress(BufferError):  # an error on its way out may hold views: the map goes with the last
+            self.map.close()
 
 
 class SafetensorsFolder:

@@ -81,10 +81,12 @@ def tiny_file(
     odd: Mapping[str, int] = {},
     numbers: Mapping[str, int] = {},
     spoilt: str = "",
+    gates: float = 1.0,
 ) -> Path:
     """A model of two layers, heads of 32, every matrix of one kind, but for the `odd` ones.
 
     `numbers` are told instead of the true ones; the tensor `spoilt` begins with NaN (its first scale, if it has some).
+    `gates` times as much goes into the feed-forward parts as their norm would leave.
     """
     rng = np.random.default_rng(seed)
     hidden, ffn, dim, layers = 64, 96, 32, 2
@@ -115,7 +117,8 @@ def tiny_file(
             "ffn_down": (hidden, ffn),
         }
         tensors |= {f"blk.{layer}.{name}.weight": matrix(f"{layer}.{name}", *shape) for name, shape in shapes.items()}
-        tensors |= {f"blk.{layer}.{name}.weight": vector(hidden) for name in ("attn_norm", "ffn_norm")}
+        tensors[f"blk.{layer}.attn_norm.weight"] = vector(hidden)
+        tensors[f"blk.{layer}.ffn_norm.weight"] = vector(hidden, gates)
         if family == "qwen2":
             tensors |= {f"blk.{layer}.{name}.bias": vector(shapes[name][0], 0.0, 1.0) for name in list(shapes)[:3]}
         if family == "qwen3":

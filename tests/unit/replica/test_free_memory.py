@@ -9,7 +9,7 @@ from services.replica.model import free_memory, load
 from services.replica.model.kv_size import KvType
 from services.replica.model.load import load_runner
 from services.replica.model.native import kernels
-from shared.errors import ConfigError
+from shared.errors import ConfigError, EngineError
 from shared.gguf import TensorType
 from shared.limits import MIB
 from tests.unit.replica.native_models import VARIANTS, VOCAB, kernel_model, needs_kernels, tiny_file
@@ -76,3 +76,16 @@ def test_the_machine_s_memory_or_the_container_s(
     for name, text in container.items():
         (tmp_path / f"memory.{name}").write_text(text)
     assert free_memory.free_bytes() == free
+
+
+@needs_kernels
+def test_too_little_for_the_weights_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The one sentence comes out, though views of the file stand in its traceback when the file is closed."""
+
+    def none_left(*_: object, **__: object) -> None:
+        raise EngineError("there is no memory for the model's weights")
+
+    monkeypatch.setattr(kernels.KernelModel, "put_matrix", none_left)
+    path = tiny_file(tmp_path / "m.gguf", TensorType.Q8_0)
+    with pytest.raises(EngineError, match="no memory for the model's weights"):
+        load_runner(EngineConfig(model_file=str(path), blocks=4), VOCAB, lambda *_: None)

@@ -75,6 +75,17 @@ def test_logits_are_those_of_the_reference(files, variant: Variant, kind: str, p
 
 
 @each_variant
+@pytest.mark.parametrize("gates", [20.0, 40.0, 100.0])
+def test_gates_may_be_far_below_zero(tmp_path: Path, variant: Variant, gates: float):
+    """SiLU of -100 and less is 0: the exponential behind it must not leave its range."""
+    path = tiny_file(tmp_path / "m.gguf", Q8_0, gates=gates)
+    prompt = ids(1, 40)
+    with kernel_model(path, variant, precise=True) as model:
+        found = logits(model, Rows(prompt, 0, TABLE, BEST))[0]
+    assert distance(found, reference(path, prompt)) < 0.003
+
+
+@each_variant
 @pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (4, 1), (5, 1)])
 def test_any_grouping_of_heads(tmp_path: Path, variant: Variant, heads: int, kv_heads: int):
     """One to five query heads to a key-value head, and a head that is not the embedding."""

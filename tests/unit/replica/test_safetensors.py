@@ -206,6 +206,11 @@ def test_configurations_that_are_not_built_are_refused(sharded: Path, fields: di
             {"sliding_window": 16, "use_sliding_window": True, "layer_types": "gone", "max_window_layers": 0},
             16,
         ),
+        (
+            "qwen2",
+            {"sliding_window": 16, "use_sliding_window": True, "layer_types": "gone", "max_window_layers": "gone"},
+            0,  # its own class takes 28 layers for full
+        ),
         ("qwen2", {"sliding_window": 16, "use_sliding_window": True, "layer_types": ["sliding_attention"] * 2}, 16),
     ],
 )

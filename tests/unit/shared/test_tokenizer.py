@@ -1,5 +1,7 @@
 """Both tokenizers: what text can never say, and that ids and text go together."""
 
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -39,6 +41,26 @@ def test_no_text_of_a_person_becomes_a_control_token(tokenizer: Tokenizer, text:
     ids = tokenizer.encode(text)
     assert not set(ids) & set(tokenizer.special_ids.values())
     assert tokenizer.decode(ids) == text.encode(errors="replace").decode()
+
+
+def test_a_long_text_lets_other_threads_run(tmp_path: Path):
+    """A service's loop serves others while a thread of it encodes: it is not held up for most of that time."""
+    tokenizer = load(tmp_path)
+    text, took = "hello world " * 100_000, []
+
+    def encode() -> None:
+        began = time.perf_counter()
+        tokenizer.encode(text)
+        took.append(time.perf_counter() - began)
+
+    thread, longest = threading.Thread(target=encode), 0.0
+    last = time.perf_counter()
+    thread.start()
+    while thread.is_alive():
+        time.sleep(0.001)
+        now = time.perf_counter()
+        longest, last = max(longest, now - last), now
+    assert longest < took[0] / 2
 
 
 def test_a_template_says_control_tokens(tokenizer: Tokenizer):

@@ -154,7 +154,7 @@ class Model {
     me.each(int(pieces_.size()), [&](int i) { attention(step, l, pieces_[i], desks_[me.index]); });
     add_product(w.o, mixed_rows_, n, me);
     normed_product(w.gate_up, w.ffn_norm, n, 4, me, [&](int panel, int row, const vf* y) {
-      const vf lifted = y[0] / (all(1.0f) + exponential(-y[0]));
+      const vf lifted = y[0] / (all(1.0f) + exponential(-larger(y[0], all(-88.0f))));  // further down it is 0 anyway
       store(active_.data() + size_t(row) * s.ffn + panel / 2 * LANES, lifted * y[1]);
     }, [&](int from, int to) {  // columns that this task made: whole blocks
       for (int r = 0; r < n; r++)

@@ -85,17 +85,18 @@ static inline void unpack_row(const Matrix& m, int row, float* to) {
 // --- quantised rows ---------------------------------------------------------------------------------------
 
 // Rows as int8 with their scales; in the precise mode each row is two: its value, and what that value missed.
+// What belongs to a block lies side by side for all rows: a tile finds that of its rows behind one pointer.
 struct Rows {
-  int passes = 1, blocks = 0;
-  Buffer<int8_t> codes;   // [rows * passes][blocks * 32]
-  Buffer<float> scales;   // [rows * passes][blocks]
+  int passes = 1, blocks = 0, lines = 0;
+  Buffer<int8_t> codes;   // [lines = rows * passes][blocks * 32]
+  Buffer<float> scales;   // [blocks][lines]
   Buffer<float> shares;   // scale * sum of codes
   Buffer<int32_t> minus;  // -8 * sum of codes
 
   void need(int rows, int cols, int passes_) {
-    passes = passes_, blocks = cols / BLOCK;
-    codes.need(size_t(rows) * passes * cols);
-    const size_t count = size_t(rows) * passes * blocks;
+    passes = passes_, blocks = cols / BLOCK, lines = rows * passes;
+    codes.need(size_t(lines) * cols);
+    const size_t count = size_t(lines) * blocks;
     scales.need(count), shares.need(count), minus.need(count);
   }
 };
@@ -107,12 +108,12 @@ static inline void quantise(const float* x, Rows& to, int row, int first, int co
     vf rest[2] = {load(x), load(x + LANES)};
     float scale = maximum(larger(larger(rest[0], -rest[0]), larger(rest[1], -rest[1]))) / 127.0f;
     for (int pass = 0; pass < to.passes; pass++, scale /= 254.0f) {
-      const size_t at = (size_t(row) * to.passes + pass) * to.blocks + b;
+      const size_t line = size_t(row) * to.passes + pass, at = size_t(b) * to.lines + line;
       const vf inverse = all(scale > 1e-30f ? 1.0f / scale : 0.0f);
       vf total{};
       for (int h = 0; h < 2; h++) {
         const vf rounded = fma(rest[h], inverse, huge) - huge;
-        store_bytes(to.codes.data() + at * BLOCK + h * LANES, to_int(rounded));
+        store_bytes(to.codes.data() + (line * to.blocks + b) * BLOCK + h * LANES, to_int(rounded));
         rest[h] = fma(rounded, all(-scale), rest[h]);
         total = total + rounded;
       }
@@ -218,18 +219,17 @@ static __attribute__((noinline)) void tile(const Matrix& m, int panel, const Row
   const int8_t* q[R];
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++) q[r] = rows.codes.data() + size_t(row + r) * blocks * BLOCK;
-  const size_t first = size_t(row) * blocks;
-  const float *scales = rows.scales.data() + first, *shares = rows.shares.data() + first;
-  const int32_t* minus = rows.minus.data() + first;
+  const float *scales = rows.scales.data() + row, *shares = rows.shares.data() + row;
+  const int32_t* minus = rows.minus.data() + row;
   const uint8_t* at = m.block(panel, 0);
   vf total[R];
 #pragma GCC unroll 16
   for (int r = 0; r < R; r++) total[r] = vf{};
-  for (int b = 0; b < blocks; b++, at += m.block_bytes) {
+  for (int b = 0; b < blocks; b++, at += m.block_bytes, scales += rows.lines, shares += rows.lines, minus += rows.lines) {
     vi sums[R];
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
-      sums[r] = KIND == Q4_1 ? vi{} : all_int(minus[r * blocks + b]);
+      sums[r] = KIND == Q4_1 ? vi{} : all_int(minus[r]);
       if (KIND == Q8_0) sums[r] = sums[r] << 4;
     }
     block_dot<R, KIND == Q8_0>(at, q, b * BLOCK, sums);
@@ -237,8 +237,8 @@ static __attribute__((noinline)) void tile(const Matrix& m, int panel, const Row
     const vf scale = load_half(d), least = KIND == Q4_1 ? load_half(d + LANES) : vf{};
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
-      total[r] = fma(to_float(sums[r]), scale * all(scales[r * blocks + b]), total[r]);
-      if (KIND == Q4_1) total[r] = fma(least, all(shares[r * blocks + b]), total[r]);
+      total[r] = fma(to_float(sums[r]), scale * all(scales[r]), total[r]);
+      if (KIND == Q4_1) total[r] = fma(least, all(shares[r]), total[r]);
     }
   }
 #pragma GCC unroll 16

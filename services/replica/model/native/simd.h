@@ -284,7 +284,7 @@ static ALWAYS float maximum(vf v) { return reduce<Larger>(v); }
 
 // --- functions --------------------------------------------------------------------------------------------
 
-// e^x for x <= 88, relative error below 2e-7; 0 far below.
+// e^x for x <= 88, relative error below 2e-7; 0 far below. Above it is nonsense: callers see to it.
 static ALWAYS vf exponential(vf x) {
   const vf huge = all(12582912.0f);  // 1.5 * 2^23: adding it leaves a whole number
   x = larger(x, all(-87.0f));
