@@ -100,7 +100,8 @@ def _draw_cut(row: Numbers, best: np.floating[Any], param: SampleParams) -> int:
         odds = row - best
         odds /= max(sampling.temperature, LEAST_TEMPERATURE)
         total = np.exp(odds, out=odds).sum(dtype=np.float64)
-        while len(ids) < len(row) and weights.sum() < sampling.top_p * total:
+        # What min-p cuts, top-p need not find.
+        while len(ids) < len(row) and weights[-1] >= sampling.min_p and weights.sum() < sampling.top_p * total:
             ids = _best(row, min(8 * len(ids), len(row)))
             weights = _weights(row[ids], best, sampling.temperature)
     before = weights.cumsum() - weights
@@ -116,7 +117,19 @@ def _best(numbers: Numbers, count: int) -> NDArray[np.intp]:
     if count < len(left):
         few = left >= np.partition(left, len(left) - count)[len(left) - count]
         ids, left = ids[few], left[few]
-    return ids[np.argsort(-left, kind="stable")][:count]
+    return ids[_order(left)[:count]]
+
+
+def _order(numbers: Numbers) -> NDArray[np.integer[Any]]:
+    """Places of the numbers, largest first; of equals the first first. None of them is NaN."""
+    if numbers.dtype != np.float32:
+        return np.argsort(-numbers, kind="stable")
+    # Number and place as one whole number: those are sorted several times as quickly as places by their numbers are.
+    bits = (numbers + np.float32(0)).view(np.uint32)  # -0 is 0
+    falling = np.where(bits >> 31, bits, bits ^ 0x7FFFFFFF).astype(np.uint64)
+    keys = falling << np.uint64(32) | np.arange(len(bits), dtype=np.uint64)
+    keys.sort()
+    return (keys & np.uint64(0xFFFFFFFF)).astype(np.intp)
 
 
 def _bound(numbers: Numbers, count: int) -> float:

@@ -10,7 +10,7 @@ import torch
 from services.replica.core.plan import SampleParams
 from services.replica.core.randomness import draw, unit
 from services.replica.model import sampler
-from services.replica.model.sampler import sample, tell_odds
+from services.replica.model.sampler import _order, sample, tell_odds
 from shared.messages import Sampling
 
 VOCAB = 60
@@ -199,3 +199,25 @@ def test_randomness_is_a_function_of_seed_and_position():
 # Continuations of replies begun by an earlier release rely on these.
 EXPECTED_00 = 0xE220A8397B1DCDAF
 EXPECTED_12 = 0x70335FC3DAF3D8A7
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_order_is_by_number_then_by_place(seed: int):
+    """Equals, both zeros, infinities and the smallest numbers there are: as a stable sort would have it."""
+    rng = np.random.default_rng(seed)
+    special = [0.0, -0.0, np.inf, -np.inf, 1e-45, -1e-45, 3.4e38, -3.4e38, 1.0, -1.0]
+    numbers = rng.choice(np.array([*special, *rng.standard_normal(20)], np.float32), 500)
+    assert _order(numbers).tolist() == np.argsort(-numbers, kind="stable").tolist()
+
+
+def test_what_min_p_cuts_is_not_looked_for():
+    """A nucleus of nearly all, of which min-p leaves little: the draw is the same as from all of it."""
+    rng = np.random.default_rng(5)
+    row = (2 * rng.standard_normal(20_000)).astype(np.float32)
+    for seed in range(50):
+        both = SampleParams(Sampling(temperature=2.0, top_p=0.999, min_p=0.3), seed, 0)
+        cut = np.where(row >= row.max() + 2.0 * np.log(0.3), row, -np.inf).astype(np.float32)
+        whole = np.exp((row.astype(np.float64) - row.max()) / 2.0).sum()
+        assert np.exp((cut.astype(np.float64) - row.max()) / 2.0).sum() < 0.999 * whole
+        alone = SampleParams(Sampling(temperature=2.0, top_k=int(np.isfinite(cut).sum())), seed, 0)
+        assert sample(row[None].copy(), [both]) == sample(cut[None].copy(), [alone])
