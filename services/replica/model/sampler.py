@@ -123,7 +123,8 @@ def _best(numbers: Numbers, count: int) -> NDArray[np.intp]:
 def _order(numbers: Numbers) -> NDArray[np.integer[Any]]:
     """Places of the numbers, largest first; of equals the first first. None of them is NaN."""
     if numbers.dtype != np.float32:
-        return np.argsort(-numbers, kind="stable")
+        order: NDArray[np.integer[Any]] = np.argsort(-numbers, kind="stable")
+        return order
     # Number and place as one whole number: those are sorted several times as quickly as places by their numbers are.
     bits = (numbers + np.float32(0)).view(np.uint32)  # -0 is 0
     falling = np.where(bits >> 31, bits, bits ^ 0x7FFFFFFF).astype(np.uint64)
