@@ -120,11 +120,10 @@ def _best(numbers: Numbers, count: int) -> NDArray[np.intp]:
     return ids[_order(left)[:count]]
 
 
-def _order(numbers: Numbers) -> NDArray[np.integer[Any]]:
+def _order(numbers: Numbers) -> NDArray[np.intp]:
     """Places of the numbers, largest first; of equals the first first. None of them is NaN."""
     if numbers.dtype != np.float32:
-        order: NDArray[np.integer[Any]] = np.argsort(-numbers, kind="stable")
-        return order
+        return np.argsort(-numbers, kind="stable")
     # Number and place as one whole number: those are sorted several times as quickly as places by their numbers are.
     bits = (numbers + np.float32(0)).view(np.uint32)  # -0 is 0
     falling = np.where(bits >> 31, bits, bits ^ 0x7FFFFFFF).astype(np.uint64)
