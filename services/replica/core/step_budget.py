@@ -18,7 +18,7 @@ from shared.messages import StepModel
 ALONE_STEP_S = 0.25
 ALONE_STEP_S_MAX = 0.5
 MIXED_STEP_S = 0.1
-PROTECTED_STEP_S = 0.02  # fifty tokens a second: more than anybody reads
+PROTECTED_STEP_S = 0.03  # thirty tokens a second: more than anybody reads
 _PROTECTED_FACTOR = 0.65  # of the decodes' own step, added to it: less than twice, as predictions err
 _MANY = 4  # decodes for each prompt
 # Times the base, that prompts may take, within ALONE_STEP_S_MAX: beside decodes, and when nobody decodes.
