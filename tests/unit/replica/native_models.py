@@ -85,11 +85,10 @@ def tiny_file(
 ) -> Path:
     """A model of two layers, heads of 32, every matrix of one kind, but for the `odd` ones.
 
-    `numbers` are told instead of the true ones; the tensor `spoilt` begins with NaN (its first scale, if it has some).
-    `gates` times as much goes into the feed-forward parts as their norm would leave.
+    `numbers` are told instead of the true ones; the tensor `spoilt` begins with NaN (its first scale, if it has some);
+    the norm before the feed-forward part multiplies by `gates`.
     """
-    rng = np.random.default_rng(seed)
-    hidden, ffn, dim, layers = 64, 96, 32, 2
+    rng, hidden, ffn, dim, layers = np.random.default_rng(seed), 64, 96, 32, 2
 
     def matrix(name: str, rows: int, columns: int, gain: float = 1.5) -> Tensor:
         values = rng.standard_normal((rows, columns), np.float32) * gain * columns**-0.5
@@ -117,8 +116,8 @@ def tiny_file(
             "ffn_down": (hidden, ffn),
         }
         tensors |= {f"blk.{layer}.{name}.weight": matrix(f"{layer}.{name}", *shape) for name, shape in shapes.items()}
-        tensors[f"blk.{layer}.attn_norm.weight"] = vector(hidden)
-        tensors[f"blk.{layer}.ffn_norm.weight"] = vector(hidden, gates)
+        norms = (("attn_norm", 1.0), ("ffn_norm", gates))
+        tensors |= {f"blk.{layer}.{name}.weight": vector(hidden, middle) for name, middle in norms}
         if family == "qwen2":
             tensors |= {f"blk.{layer}.{name}.bias": vector(shapes[name][0], 0.0, 1.0) for name in list(shapes)[:3]}
         if family == "qwen3":
