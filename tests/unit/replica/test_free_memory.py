@@ -6,13 +6,13 @@ import pytest
 
 from services.replica.engine_messages import EngineConfig
 from services.replica.model import free_memory, load
-from services.replica.model.kv_size import KvType
+from services.replica.model.kv_size import KvType, kv_block_bytes
 from services.replica.model.load import load_runner
 from services.replica.model.native import kernels
 from shared.errors import ConfigError, EngineError
 from shared.gguf import TensorType
 from shared.limits import MIB
-from tests.unit.replica.native_models import VARIANTS, VOCAB, kernel_model, needs_kernels, tiny_file
+from tests.unit.replica.native_models import VARIANTS, VOCAB, config_of, kernel_model, needs_kernels, tiny_file
 
 
 def resident() -> int:
@@ -28,8 +28,7 @@ def resident() -> int:
 def test_the_kv_memory_is_there_before_the_first_step(tmp_path: Path):
     """A step that waits for the system to find pages is late, one that gets none is the end of every reply."""
     path = tiny_file(tmp_path / "m.gguf", TensorType.Q8_0)
-    with kernel_model(path, VARIANTS[0], blocks=1) as model:
-        block = 2 * model.shape.layers * model.shape.kv_heads * 16 * model.shape.head_dim * 2
+    block = kv_block_bytes(config_of(path), KvType.FLOAT16)
     blocks = 64 * MIB // block
     before = resident()
     with kernel_model(path, VARIANTS[0], blocks=blocks, kv=KvType.FLOAT16):
