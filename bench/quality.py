@@ -1,7 +1,7 @@
 """What quantised activations cost: perplexity and greedy agreement on our prose, beside float32 on the same weights.
 
-python -m bench.quality [--tokens 20480] [--cases fast,fast/int8,...,llama.cpp] [--out bench/results/quality.json]
-    a case: the kernels' mode, and after a slash what keys and values are kept as, if not as half precision
+python -m bench.quality [--tokens 20480] [--cases fast,fast/float16,...,llama.cpp] [--out bench/results/quality.json]
+    a case: the kernels' mode, and after a slash what keys and values are kept as, if not the mode's own type
     llama.cpp: its own programs (make bench-peers), on the same file, beside their float32 on the file's weights
 
 Windows of 512 tokens, each scored from its second token on; the kernels compute them as decodes, a token of every
@@ -29,14 +29,14 @@ from services.replica.model.kv_size import KvType
 from services.replica.model.load import open_checkpoint
 from services.replica.model.loader import load_weights
 from services.replica.model.native.kernels import BEST, Rows, Variant, choose
-from services.replica.model.native_runner import KV_TYPE, build_model
+from services.replica.model.native_runner import build_model
 from services.replica.model.transformer import Transformer
 from shared.limits import BLOCK_TOKENS
 from shared.tokenizer import load_tokenizer
 
 TEXT = Path(__file__).parent / "data/prose.txt"
 RESULT = Path(__file__).parent / "results/quality.json"
-CASES = ("fast", "precise", "fast/float32", "fast/bfloat16", "fast/int8", "precise/int8", "llama.cpp")
+CASES = ("fast", "fast/float16", "fast/float32", "fast/bfloat16", "precise", "precise/int8", "llama.cpp")
 WINDOW = 512
 PROGRAM_S = 1800.0
 BLOCKS = WINDOW // BLOCK_TOKENS
@@ -63,7 +63,7 @@ def float32(windows: NDArray[np.int64]) -> Scores:
     return np.stack([one for one, _ in found]), np.stack([best for _, best in found])
 
 
-def native(windows: NDArray[np.int64], variant: Variant, kv: KvType, *, precise: bool, threads: int) -> Scores:
+def native(windows: NDArray[np.int64], variant: Variant, kv: KvType | None, *, precise: bool, threads: int) -> Scores:
     with open_checkpoint(MODEL_FILE) as checkpoint:
         model = build_model(
             checkpoint,
@@ -152,7 +152,7 @@ def main() -> None:
         found, chosen = wanted, best
         if case != "float32":
             mode, _, kind = case.partition("/")
-            kv = KvType(kind) if kind else KV_TYPE
+            kv = KvType(kind) if kind else None
             found, chosen = native(windows, variant, kv, precise=mode == "precise", threads=args.threads)
         perplexity = math.exp(-found.mean())
         result[case] = {

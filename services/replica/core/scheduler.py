@@ -206,9 +206,12 @@ class Scheduler:
         prompts = len(self._behind) + sum(map(len, self._lanes))
         if not prompts:
             return StepBudget(tokens, 0.0, model)
-        read = sum(chunk.start + 1 for chunk in decodes)
-        decodes_s = model.base_s + model.per_token_s * len(decodes) + model.per_attended_s * read
-        return StepBudget(tokens, room_s(model, decodes_s=decodes_s, decodes=len(decodes), prompts=prompts), model)
+        count, read = len(decodes), sum(chunk.start + 1 for chunk in decodes)
+        age = self._steps - min((sequence.admitted_step for sequence in self._behind), default=self._steps)
+        decodes_s = model.base_s + model.per_token_s * count + model.per_attended_s * read
+        grown_s = model.per_attended_s * min(read, age * count)
+        seconds = room_s(model, decodes_s=decodes_s, decodes=count, prompts=prompts, grown_s=grown_s)
+        return StepBudget(tokens, seconds, model)
 
     def _drop_leaving(self) -> tuple[Freed, ...]:
         freed = []
@@ -285,7 +288,7 @@ class Scheduler:
         sequence.num_published = len(cached)
         sequence.num_computed = len(cached) * BLOCK_TOKENS
         self._admissions += 1
-        sequence.admission = self._admissions
+        sequence.admission, sequence.admitted_step = self._admissions, self._steps
         if sequence.planned_s is None:
             sequence.planned_s = now
             sequence.cached_tokens = min(sequence.num_computed, len(sequence.demand.prompt))

@@ -45,6 +45,7 @@ class Sequence:
         "_texts",
         "_vocabulary",
         "admission",
+        "admitted_step",
         "blocks",
         "budget",
         "cached_tokens",
@@ -79,6 +80,7 @@ class Sequence:
         self.num_published = 0
         self.blocks: tuple[int, ...] = ()
         self.admission = 0  # numbers its stay in the batch; 0 while it waits
+        self.admitted_step = 0  # the step of that
         self.cached_tokens: int | None = None  # of the first admission; told with the first token
         self.engine_s = 0.0
         self.finish: EndReason | None = None

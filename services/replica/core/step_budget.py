@@ -3,8 +3,8 @@
     nobody decodes                  ALONE_STEP_S_MAX    a cancelled prompt is gone within it; tokens bound it to
                                     ALONE_STEP_S        where a prompt does not yet attend to much
     a prompt for every few decodes  MIXED_STEP_S        beside the decodes: all are served soonest when all decode soon
-    far more decodes than prompts   twice the decodes'  or PROTECTED_STEP_S, if that is longer: the many are not slowed
-                                    own step            down for the few
+    far more decodes than prompts   twice the decodes'  as it was when the prompt came, or PROTECTED_STEP_S, if that is
+                                    own step            longer: the many are not slowed down for the few
 
 A token costs more the more it attends to, so that chunks of a long prompt become shorter towards its end. Where a step
 costs much before it holds a single token (weights read in float32), the second and third line are some times that base
@@ -18,12 +18,13 @@ from shared.messages import StepModel
 ALONE_STEP_S = 0.25
 ALONE_STEP_S_MAX = 0.5
 MIXED_STEP_S = 0.1
-PROTECTED_STEP_S = 0.03  # thirty tokens a second: more than anybody reads
-_PROTECTED_FACTOR = 0.65  # of the decodes' own step, added to it: less than twice, as predictions err
+PROTECTED_STEP_S = 0.025  # forty tokens a second: more than anybody reads
+_PROTECTED_FACTOR = 1.9  # times the decodes' own step: less than twice, as predictions err
+_LEAST_SHARE = 0.25  # of the decodes' own step as it is now: a prompt comes to its end however they grow meanwhile
 _MANY = 4  # decodes for each prompt
 # Times the base, that prompts may take, within ALONE_STEP_S_MAX: beside decodes, and when nobody decodes.
 _WORK, _WORK_ALONE = 8, 15
-_TOKENS_MIN = 4  # of a prompt, in any step
+CHUNK_ROWS = 4  # kernels compute so many rows together: chunks are a multiple, and one of so many is in any step
 
 
 class StepBudget:
@@ -41,7 +42,8 @@ class StepBudget:
         """Tokens of a chunk from position `start` on; at least one while `open`."""
         count = min(wanted, self._tokens)
         if self._seconds is not None:
-            count = min(count, max(_TOKENS_MIN, _within(self._model, start, self._seconds)))
+            fitting = _within(self._model, start, self._seconds)
+            count = min(count, max(1, fitting // CHUNK_ROWS) * CHUNK_ROWS)
             self._seconds -= chunk_s(self._model, start, count)
         self._tokens -= count
         return count
@@ -57,13 +59,18 @@ def chunk_s(model: StepModel, start: int, count: int) -> float:
     return model.per_token_s * count + model.per_attended_s * attended(start, count)
 
 
-def room_s(model: StepModel, *, decodes_s: float, decodes: int, prompts: int) -> float:
-    """Seconds of a step that prompts may take; `decodes_s` is what it takes without them."""
+def room_s(model: StepModel, *, decodes_s: float, decodes: int, prompts: int, grown_s: float = 0.0) -> float:
+    """Seconds of a step that prompts may take; `decodes_s` is what it takes without them.
+
+    `grown_s` of that is what the decodes wrote since the prompts came. It is taken from the prompts: else steps would
+    grow by twice as much, the prompt's end would move away, and the decodes would grow meanwhile.
+    """
     if decodes == 0:
         return alone_room_s(model)
     if decodes <= _MANY * prompts:
         return mixed_room_s(model)
-    return max(PROTECTED_STEP_S - decodes_s, _PROTECTED_FACTOR * decodes_s)
+    whole_s = max(PROTECTED_STEP_S, _PROTECTED_FACTOR * (decodes_s - grown_s))
+    return max(whole_s - decodes_s, _LEAST_SHARE * decodes_s)
 
 
 def alone_room_s(model: StepModel) -> float:

@@ -83,10 +83,10 @@ def _native(  # noqa: PLR0917 - what `load_runner` knows
     progress: Progress,
     variant: kernels.Variant,
 ) -> Runner:
-    kv = native_runner.KV_TYPE if config.kv_type == AUTO else KvType(config.kv_type)
+    precise = precision == PRECISIONS[1]
+    kv = native_runner.own_kv_type(precise=precise) if config.kv_type == AUTO else KvType(config.kv_type)
     # The version names all that may change a bit of what the model says: the log keeps it beside what was written.
-    names = [digest, *([config.weights] if config.weights != AS_STORED else []), precision]
-    names += [f"kv-{kv.value}"] if kv is not native_runner.KV_TYPE else []
+    names = [digest, *([config.weights] if config.weights != AS_STORED else []), precision, f"kv-{kv.value}"]
     context, blocks = _context(checkpoint, config), _blocks(checkpoint, config, kv)
     built = native_runner.build_model(
         checkpoint,
@@ -94,7 +94,7 @@ def _native(  # noqa: PLR0917 - what `load_runner` knows
         context=context,
         blocks=blocks,
         threads=config.threads,
-        precise=precision == PRECISIONS[1],
+        precise=precise,
         kv=kv,
         quantised=WEIGHTS[config.weights],
         progress=lambda share: progress("build", share, "weights"),

@@ -25,8 +25,6 @@ from services.replica.model.sampler import LEAST_TEMPERATURE, odds_wanted, sampl
 from services.replica.runner import RunnerInfo
 from shared.gguf import TensorType
 
-KV_TYPE = KvType.FLOAT16  # unless something else is asked for
-
 
 class NativeRunner:
     """`Runner` over a model in the native library."""
@@ -87,7 +85,12 @@ def misfit(checkpoint: Checkpoint, quantised: TensorType | None = None) -> str |
             if len({read_as(part, layer) for part in parts}) > 1:
                 names = ", ".join(part.value for part in parts)
                 return f"its {names} matrices of layer {layer} are of different types"
-    return _shape(config, context=1, blocks=1, threads=1, precise=False, kv=KV_TYPE).misfit()
+    return _shape(config, context=1, blocks=1, threads=1, precise=False, kv=own_kv_type(precise=False)).misfit()
+
+
+def own_kv_type(*, precise: bool) -> KvType:
+    """What keys and values are kept as where nothing else is asked for."""
+    return KvType.FLOAT16 if precise else KvType.INT8
 
 
 def build_model(
@@ -99,10 +102,14 @@ def build_model(
     threads: int,
     precise: bool,
     progress: Callable[[float], None],
-    kv: KvType = KV_TYPE,
+    kv: KvType | None = None,
     quantised: TensorType | None = None,
 ) -> KernelModel:
-    """Repack a model's weights, float matrices as `quantised`. Raises ModelFileError: a tensor is missing or wrong."""
+    """Repack a model's weights, float matrices as `quantised`. Raises ModelFileError: a tensor is missing or wrong.
+
+    `kv` is what keys and values are kept as; None: the mode's own type.
+    """
+    kv = kv or own_kv_type(precise=precise)
     shape = _shape(checkpoint.config, context=context, blocks=blocks, threads=threads, precise=precise, kv=kv)
     model = KernelModel(variant, shape)
     try:

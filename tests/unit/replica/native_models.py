@@ -153,7 +153,7 @@ def kernel_model(
     precise: bool = False,
     threads: int = 1,
     blocks: int = 64,
-    kv: KvType = KvType.FLOAT16,
+    kv: KvType | None = None,
     quantised: TensorType | None = None,
 ) -> Iterator[KernelModel]:
     """From a GGUF file or a folder."""

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from services.replica.core.plan import SampleParams, SeqChunk, StepPlan
+from services.replica.core.plan import SampleParams, SeqChunk, StepPlan, blocks_for
 from services.replica.engine_messages import EngineConfig
 from services.replica.model import hf_checkpoint
 from services.replica.model.checkpoint import Part
@@ -47,6 +47,7 @@ FAMILIES: dict[str, dict] = {
     "qwen2": {"family": "qwen2", "tied": False},
     "qwen3": {"family": "qwen3", "heads": 8, "kv_heads": 1},
     "window": {"window": 24},
+    "wide window": {"window": 150},
     "rope": {"rope_factors": True},
     "seven heads to one": {"family": "qwen2", "heads": 7, "kv_heads": 1},
 }
@@ -76,7 +77,7 @@ def distance(found: np.ndarray, wanted: np.ndarray) -> float:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_families_on_the_kernels_are_those_of_the_reference(files, variant: Variant, family: str):
     """Biases, normalised heads, a window, scaled RoPE, many heads to one: as in float32, in the precise mode."""
-    for length in (1, 23, 24, 25, 90):
+    for length in (1, 23, 24, 25, 150, 290):
         prompt = ids(length, length)
         with kernel_model(files[family], variant, precise=True) as model:
             found = logits(model, Rows(prompt, 0, TABLE, BEST))[0]
@@ -89,8 +90,8 @@ def test_families_on_the_kernels_are_those_of_the_reference(files, variant: Vari
 def test_keys_and_values_of_each_type_are_near(files, variant: Variant, kv: KvType):
     """float32 is all but exact; bfloat16 and int8 are off by hundredths of the logits' spread."""
     within = {KvType.FLOAT32: 0.001, KvType.FLOAT16: 0.003, KvType.BFLOAT16: 0.03, KvType.INT8: 0.03}[kv]
-    prompt = ids(3, 90)
-    for family in ("window", "qwen2"):
+    prompt = ids(3, 290)
+    for family in ("wide window", "qwen2"):
         with kernel_model(files[family], variant, precise=True, kv=kv) as model:
             found = logits(model, Rows(prompt, 0, TABLE, BEST))[0]
         assert distance(found, reference(files[family], prompt)) < within
@@ -99,21 +100,22 @@ def test_keys_and_values_of_each_type_are_near(files, variant: Variant, kv: KvTy
 @needs_kernels
 @each_variant
 @each_kv
-@pytest.mark.parametrize("family", ["window", "qwen3"])
+@pytest.mark.parametrize("family", ["window", "wide window", "qwen3"])
 def test_a_row_is_the_same_whatever_is_beside_it(files, variant: Variant, kv: KvType, family: str):
     """Alone, in batches, in chunks, after cached blocks, over blocks full of others' numbers: not one bit differs."""
     rng = np.random.default_rng(3)
-    prompt = ids(9, 90)
+    prompt = ids(9, 290)
+    own = blocks_for(len(prompt))
     with kernel_model(files[family], variant, threads=2, blocks=128, kv=kv) as model:
-        alone = logits(model, Rows(prompt, 0, tuple(range(6)), BEST))[0]
+        alone = logits(model, Rows(prompt, 0, tuple(range(own)), BEST))[0]
         for trial in range(6):
-            table = tuple(int(block) for block in rng.permutation(np.arange(6, 40))[:6])
-            at = int(rng.integers(1, 6)) * BLOCK_TOKENS if trial % 3 == 0 else 0
+            table = tuple(int(block) for block in rng.permutation(np.arange(own, 60))[:own])
+            at = int(rng.integers(1, own)) * BLOCK_TOKENS if trial % 3 == 0 else 0
             table = (*range(at // BLOCK_TOKENS), *table[at // BLOCK_TOKENS :])
             while at < len(prompt):
                 count = min(int(rng.choice([1, 2, 3, 8, 16, 33])), len(prompt) - at)
                 others = [
-                    Rows(ids(100 + n, int(rng.choice([1, 1, 20]))), 0, (40 + 2 * n, 41 + 2 * n), BEST)
+                    Rows(ids(100 + n, int(rng.choice([1, 1, 20]))), 0, (60 + 2 * n, 61 + 2 * n), BEST)
                     for n in range(int(rng.choice([0, 1, 3, 9])))
                 ]
                 place = int(rng.integers(0, len(others) + 1))
@@ -129,8 +131,8 @@ def test_every_instruction_set_gives_the_same_bits(files, kv: KvType):
     """So a reply may go on on a machine of another kind, whatever keys and values are kept as."""
     found = []
     for variant in VARIANTS:
-        with kernel_model(files["window"], variant, kv=kv) as model:
-            found.append(logits(model, Rows(ids(1, 40), 0, TABLE, BEST), Rows(ids(2, 7), 0, (19,), BEST)))
+        with kernel_model(files["wide window"], variant, kv=kv) as model:
+            found.append(logits(model, Rows(ids(1, 290), 0, TABLE, BEST), Rows(ids(2, 7), 0, (20,), BEST)))
     assert all(np.array_equal(each, found[0]) for each in found[1:])
 
 
@@ -255,7 +257,7 @@ def test_float_files_run_on_torch_or_quantised_on_the_kernels(tmp_path: Path, st
 
 
 @needs_kernels
-def test_kv_types_are_settings_and_part_of_the_version(tmp_path: Path):
+def test_kv_types_are_settings_and_part_of_the_version(tmp_path: Path, monkeypatch):
     """The same weights with other keys and values are another model to the block hashes, on both runners."""
     path = tiny_file(tmp_path / "m.gguf", Q4_1)
     sizes, versions = {}, set()
@@ -265,8 +267,13 @@ def test_kv_types_are_settings_and_part_of_the_version(tmp_path: Path):
         sizes[kv] = runner.info.blocks_total
         versions.add(runner.info.model_version)
         runner.close()
-    assert sizes["float32"] * 2 == sizes["float16"] == sizes["auto"] == sizes["bfloat16"] < sizes["int8"]
-    assert len(versions) == 4  # auto is float16
+    assert sizes["float32"] * 2 == sizes["float16"] == sizes["bfloat16"] < sizes["int8"] == sizes["auto"]
+    assert len(versions) == 4  # auto is int8, and in the precise mode float16
+    monkeypatch.setenv("CHORUS_PRECISION", "precise")
+    precise = load_runner(EngineConfig(model_file=str(path), kv_bytes=1 << 20), VOCAB, lambda *_: None)
+    assert precise.info.blocks_total == sizes["float16"]
+    assert precise.info.model_version.endswith("-precise-kv-float16")
+    precise.close()
 
 
 def test_weights_that_only_the_kernels_quantise_are_said_to_stay_as_they_are(tmp_path: Path, monkeypatch):

@@ -213,7 +213,7 @@ def loaded(path: Path, said: list[str] | None = None):
 
 
 def test_kernels_are_chosen_and_said(files, monkeypatch: pytest.MonkeyPatch):
-    """A quantised file runs on the best kernels that this processor has; the version names weights and precision only."""
+    """A quantised file runs on the best kernels this processor has; the version names weights, precision and KV type."""
     monkeypatch.setenv(kernels.CHOICE, VARIANTS[0].name)
     said: list[str] = []
     runner = loaded(files["Q4_1"], said)
@@ -221,7 +221,8 @@ def test_kernels_are_chosen_and_said(files, monkeypatch: pytest.MonkeyPatch):
     assert f"native kernels {VARIANTS[0].name}, fast" in said
     monkeypatch.setenv(load.PRECISION, "precise")
     precise = loaded(files["Q4_1"])
-    assert runner.info.model_version.removesuffix("-fast") == precise.info.model_version.removesuffix("-precise")
+    digest = runner.info.model_version.removesuffix("-fast-kv-int8")
+    assert precise.info.model_version == f"{digest}-precise-kv-float16"
     assert loaded(files["Q8_0"]).info.model_version != precise.info.model_version
 
 

@@ -171,7 +171,7 @@ def test_a_heartbeat_covers_every_dispatch_it_names():
     idle = msgspec.structs.replace(stats, running=0)
     assert heartbeat(dataclasses.replace(beat, stats=idle)).step_tokens == 80
     slow = msgspec.structs.replace(stats, running=5, waiting=0, step=StepModel(base_s=0.01, per_token_s=0.002))
-    assert heartbeat(dataclasses.replace(beat, stats=slow)).step_tokens == 5 + 6, "0.02 s for who runs, and 0.65 of it"
+    assert heartbeat(dataclasses.replace(beat, stats=slow)).step_tokens == 5 + 8, "0.02 s for who runs, and 0.9 of it"
 
 
 class Log:

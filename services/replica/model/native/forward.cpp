@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "attention.h"
+#include "attention_bytes.h"
 #include "matrix.h"
 #include "memory.h"
 #include "team.h"
@@ -55,7 +56,8 @@ class Model {
     cache_ = {s.layers, s.blocks, s.kv_heads, s.head_dim, Kv(s.kv), nullptr};
     cache_.data = memory.take_present(cache_.bytes());
     for (auto& desk : desks_) {
-      desk.scores.need(size_t(ROWS) * group() * (s.context + 2 * SLOTS));
+      desk.scores.need(s.kv == KV_I8 ? bytes_room(ROWS * group(), s.head_dim, s.context)
+                                     : size_t(ROWS) * group() * (s.context + 2 * SLOTS));
       desk.mixed.need(size_t(ROWS) * group() * s.head_dim);
       desk.row.need(s.hidden);
     }
@@ -123,16 +125,17 @@ class Model {
     }
   }
 
+  // Prompts first: the short pieces of single rows fill the time until all members are done.
   void plan_attention(const Step& step) {
     pieces_.clear();
-    prompts_ = false;
-    for (int c = 0; c < step.chunks; c++) {
-      const Chunk& chunk = step.chunk[c];
-      const bool alone = chunk.count == 1;
-      prompts_ |= !alone;
-      for (int i = 0; i < chunk.count; i += ROWS)
-        for (int kv = 0; kv < s.kv_heads; kv++)
-          pieces_.push_back({chunk.row + i, std::min(ROWS, chunk.count - i), chunk.start + i, chunk.table, kv, alone});
+    for (const bool alone : {false, true}) {
+      for (int c = 0; c < step.chunks; c++) {
+        const Chunk& chunk = step.chunk[c];
+        for (int i = 0; i < chunk.count && alone == (chunk.count == 1); i += ROWS)
+          for (int kv = 0; kv < s.kv_heads; kv++)
+            pieces_.push_back({chunk.row + i, std::min(ROWS, chunk.count - i), chunk.start + i, chunk.table, kv, alone});
+      }
+      if (!alone) prompts_ = !pieces_.empty();
     }
   }
 
@@ -295,13 +298,19 @@ class Model {
       float* some_out[R];
       for (int r = 0; r < R; r++) some_q[r] = q[r] + g * s.head_dim, some_out[r] = out[r] + g * s.head_dim;
       n = std::min(most, group() - g);
-      if (n == 1) attend<KIND, R, 1>(cache_, l, kv, table, at, s.window, some_q, some_out, room);
-      else if (n == 2) attend<KIND, R, 2>(cache_, l, kv, table, at, s.window, some_q, some_out, room);
+      if (n == 1) heads<KIND, R, 1>(l, kv, table, at, some_q, some_out, room);
+      else if (n == 2) heads<KIND, R, 2>(l, kv, table, at, some_q, some_out, room);
       else if constexpr (most == 4) {
-        if (n == 3) attend<KIND, R, 3>(cache_, l, kv, table, at, s.window, some_q, some_out, room);
-        else attend<KIND, R, 4>(cache_, l, kv, table, at, s.window, some_q, some_out, room);
+        if (n == 3) heads<KIND, R, 3>(l, kv, table, at, some_q, some_out, room);
+        else heads<KIND, R, 4>(l, kv, table, at, some_q, some_out, room);
       }
     }
+  }
+
+  template <Kv KIND, int R, int G>
+  void heads(int l, int kv, const int32_t* table, int at, const float* const* q, float* const* out, float* room) {
+    if constexpr (KIND == KV_I8) ByteAttention<R, G>(cache_, l, kv, table, at, s.window, room).run(q, out);
+    else attend<KIND, R, G>(cache_, l, kv, table, at, s.window, q, out, room);
   }
 
   // --- the head ------------------------------------------------------------------------------------------

@@ -107,6 +107,7 @@ KV_TYPES = (KvType.FLOAT32, KvType.BFLOAT16, KvType.FLOAT16, KvType.INT8)
 KINDS = (TensorType.Q4_0, TensorType.Q4_1, TensorType.Q8_0)
 BLOCK = 32
 PANEL = 16
+HEAD_DIM_MAX = 512  # of keys and values in bytes, whose sums are whole numbers
 
 
 class _Shape(ctypes.Structure):
@@ -159,6 +160,8 @@ class KernelShape:
         for name in ("hidden", "head_dim", "ffn"):
             if getattr(self, name) % BLOCK:
                 return f"its {name} of {getattr(self, name)} is not a multiple of {BLOCK}"
+        if self.head_dim > HEAD_DIM_MAX:
+            return f"its head_dim of {self.head_dim} is more than {HEAD_DIM_MAX}"
         return None
 
 

@@ -130,8 +130,6 @@ static inline void quantise(const float* x, Rows& to, int row, int first, int co
 // A row's four inputs are broadcast by the instruction that uses them. In assembly, because the compiler would rather
 // keep them for the next columns, and has no registers for that.
 
-typedef int32_t __attribute__((may_alias, aligned(1))) four;
-
 #if defined(__AVX512VNNI__) && defined(__AVX512BW__)
 
 template <int R, bool EIGHT>

@@ -29,6 +29,8 @@ constexpr int WIDTH = 4;
 typedef float quad __attribute__((vector_size(16)));
 typedef float reg __attribute__((vector_size(WIDTH * 4)));
 typedef int32_t ireg __attribute__((vector_size(WIDTH * 4)));
+typedef int16_t sreg __attribute__((vector_size(WIDTH * 4)));
+typedef int8_t breg __attribute__((vector_size(WIDTH * 2), aligned(1)));
 typedef float reg_anywhere __attribute__((vector_size(WIDTH * 4), aligned(4)));
 
 static ALWAYS reg fma(reg a, reg b, reg c) {
@@ -87,14 +89,17 @@ template <class T> static ALWAYS auto as_float(Pair<T> a) {
 #if defined(__AVX512F__)
 typedef reg vf;
 typedef ireg vi;
+typedef sreg vs;
 #elif defined(__AVX2__)
 typedef Pair<reg> vf;
 typedef Pair<ireg> vi;
+typedef Pair<sreg> vs;
 #else
 typedef Pair<Pair<reg>> vf;
 typedef Pair<Pair<ireg>> vi;
+typedef Pair<Pair<sreg>> vs;
 #endif
-static_assert(sizeof(vf) == LANES * 4 && sizeof(vi) == LANES * 4);
+static_assert(sizeof(vf) == LANES * 4 && sizeof(vi) == LANES * 4 && sizeof(vs) == LANES * 4);
 
 // --- memory -----------------------------------------------------------------------------------------------
 
@@ -248,6 +253,56 @@ static ALWAYS void store_bytes(int8_t* p, vi v) {
   std::memcpy(n, &v, sizeof n);
   for (int i = 0; i < LANES; i++) p[i] = int8_t(n[i]);
 #endif
+}
+
+// Sixteen numbers of -32767..32767 as shorts.
+static ALWAYS void store_shorts(int16_t* p, vi v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)p, _mm512_cvtepi32_epi16((__m512i)v));
+#elif defined(__AVX2__)
+  _mm256_storeu_si256((__m256i*)p, _mm256_permute4x64_epi64(_mm256_packs_epi32((__m256i)v.lo, (__m256i)v.hi), 0xD8));
+#else
+  int32_t n[LANES];
+  std::memcpy(n, &v, sizeof n);
+  for (int i = 0; i < LANES; i++) p[i] = int16_t(n[i]);
+#endif
+}
+
+// --- two bytes in each lane, and their exact products with two shorts --------------------------------------
+
+static ALWAYS void load_to(sreg* to, const int8_t* p) {
+#if defined(__AVX512BW__)
+  *to = (sreg)_mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i*)p));
+#elif defined(__AVX2__)
+  *to = (sreg)_mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i*)p));
+#else
+  *to = __builtin_convertvector(*reinterpret_cast<const breg*>(p), sreg);
+#endif
+}
+template <class T> static ALWAYS void load_to(Pair<T>* to, const int8_t* p) {
+  load_to(&to->lo, p), load_to(&to->hi, p + sizeof(T) / 2);
+}
+static ALWAYS vs load_pairs(const int8_t* p) {
+  vs v;
+  load_to(&v, p);
+  return v;
+}
+
+typedef int32_t __attribute__((may_alias, aligned(1))) four;  // bytes, read as one number
+
+// Lane i of `sum` grows by pairs[2 i] * two[0] + pairs[2 i + 1] * two[1].
+
+static ALWAYS void add_dots(ireg& sum, sreg pairs, const int16_t* two) {
+#if defined(__AVX512VNNI__)
+  sum = (ireg)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)pairs, _mm512_set1_epi32(*(const four*)two));
+#elif defined(__AVX2__)
+  sum += (ireg)_mm256_madd_epi16((__m256i)pairs, _mm256_set1_epi32(*(const four*)two));
+#else
+  for (int i = 0; i < WIDTH; i++) sum[i] += pairs[2 * i] * two[0] + pairs[2 * i + 1] * two[1];
+#endif
+}
+template <class T, class S> static ALWAYS void add_dots(Pair<T>& sum, Pair<S> pairs, const int16_t* two) {
+  add_dots(sum.lo, pairs.lo, two), add_dots(sum.hi, pairs.hi, two);
 }
 
 // --- over the lanes: always the same tree, lane i with i + 8, then + 4, + 2, + 1 -----------------------------
