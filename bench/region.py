@@ -52,4 +52,4 @@ def region(data: Path, *flags: str) -> Iterator[dict[str, Any]]:
         yield json.loads((data / "ready.json").read_text())
     finally:
         started.terminate()
-        started.wait(30)
+        started.wait(60)

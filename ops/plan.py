@@ -1,8 +1,9 @@
 """What `chorus up` runs: every service, its environment and its place in the order. Pure.
 
 servers   nats, postgres, valkey                              ready before anything else starts
-inner     conversation, replicas, router, safety, usage
-doors     relay, gateways                                     stopped first: nothing new comes in
+inner     conversation, replicas, router, safety, usage, relay
+doors     gateways                                            stopped first: nothing new comes in, and what they stream
+                                                              comes to its end from those behind them
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,7 +14,7 @@ from shared.settings import variable
 
 REPLICAS = 2  # of the fast model; one more runs the mini model
 GATEWAYS = 2
-DOORS = frozenset({"relay", "gateway"})
+DOORS = frozenset({"gateway"})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,13 +9,14 @@ from ops.files import LOOPBACK
 from ops.plan import ServicePlan
 from ops.processes import Command
 from ops.servers.probes import http_ready
+from shared.limits import DRAIN_S
 
 _ROOT = Path(ops.__file__).resolve().parents[1]  # services come from where we come from
 
 
 class ServiceUnit:
     start_s = 120.0  # a cold disk, a loaded laptop, the first compilation of every module
-    stop_s = 10.0
+    stop_s = DRAIN_S + 3.0  # what it gives its own work to end, and a moment to leave
 
     def __init__(self, plan: ServicePlan, logs: Path, env: Mapping[str, str]) -> None:
         self.plan, self.name = plan, plan.name

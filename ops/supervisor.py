@@ -19,6 +19,7 @@ PROBE_S = 0.05
 PROBE_SLOW_S = 0.5  # once a start takes long
 SAY_S = 10.0  # a person who waits is told for what, this often
 UNREADY_STOP_S = 3.0  # what was never ready has nothing to finish
+SAY_STOP_S = 2.0  # a stop that takes longer says what is waited for
 KILLED_S = 5.0  # the kernel needs a moment to take a killed process away
 _SENTENCE = "cannot start: "  # how our services begin the one that ends them
 
@@ -150,7 +151,10 @@ class Supervisor:
         stopping = asyncio.ensure_future(child.stop(stop_s))
         hurry = asyncio.ensure_future(now.wait())
         try:
-            await asyncio.wait({stopping, hurry}, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait({stopping, hurry}, timeout=SAY_STOP_S, return_when=asyncio.FIRST_COMPLETED)
+            if not done:
+                self._say(f"{kept.unit.name} still has something to finish; killed after {stop_s:g} s, or by Ctrl-C")
+                await asyncio.wait({stopping, hurry}, return_when=asyncio.FIRST_COMPLETED)
             if not stopping.done():
                 child.kill_group()
             if not await asyncio.wait_for(stopping, KILLED_S):

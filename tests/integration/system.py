@@ -18,7 +18,7 @@ from bench.region import free_port_pair
 
 ROOT = Path(__file__).resolve().parents[2]
 START_S = 90.0
-STOP_S = 30.0
+STOP_S = 60.0
 
 
 def eventually(condition: Callable[[], Any], what: str, deadline_s: float = 15.0) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from ops import supervisor
 from ops.processes import Command
 from ops.restarts import EXIT_CONFIG, FIRST_TRIES
 from ops.supervisor import StartError, Supervisor
@@ -113,6 +114,17 @@ async def test_what_does_not_leave_is_killed(tmp_path: Path):
         stage.supervisor.launch([Script("deaf", tmp_path, f"sleep 1000 & {STUBBORN}", stop_s=0.2)])
         await stage.supervisor.all_ready()
     assert any("deaf did not leave" in line for line in stage.said)
+
+
+async def test_a_long_stop_says_what_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Who pressed Ctrl-C once learns which unit is not done, how long it may take, and that Ctrl-C ends it."""
+    monkeypatch.setattr(supervisor, "SAY_STOP_S", 0.2)
+    async with supervised() as stage:
+        stage.supervisor.launch([Script("deaf", tmp_path, STUBBORN, stop_s=0.5), Script("quick", tmp_path, PATIENT)])
+        await stage.supervisor.all_ready()
+    (said,) = (line for line in stage.said if "still has something to finish" in line)
+    assert said.startswith("deaf")
+    assert "after 0.5 s" in said
 
 
 async def test_now_means_now(tmp_path: Path):

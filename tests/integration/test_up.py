@@ -8,6 +8,7 @@ import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import pytest
 from tests.integration.process_table import alive, group_members
 from tests.integration.servers import RunningNats
 from tests.integration.system import ROOT, System, eventually, free_port_pair, running
+from tests.integration.wire import Heard, Wire
 
 START_S = 90.0
 
@@ -232,6 +234,23 @@ def test_servers_in_the_environment_take_the_place_of_ours(
         ready = started.ready
         assert (ready["nats"], ready["postgres"], ready["redis"]) == tuple(own.values())
         assert {entry["pid"] for entry in ready["services"]} == set(remembered(tmp_path))
+
+
+def test_ctrl_c_lets_a_reply_come_to_its_end(tmp_path: Path):
+    """What is being streamed when it comes is streamed to its last event, and nobody has to be killed."""
+    body = {"model": "stub", "input": "a long answer, please", "max_output_tokens": 120}
+    with running(tmp_path, "--stub", "--stub-tps", "40") as started, ThreadPoolExecutor(1) as pool:
+        ready, heard = started.ready, Heard()
+        with Wire(ready["gateways"][0], ready["keys"]["paid"]) as wire:
+            reply_id = wire.post("/v1/responses", {**body, "background": True}).json()["id"]
+            reading = pool.submit(wire.resume, reply_id, None, heard)
+            eventually(lambda: len(heard.token_ids) > 5, "it is being written")
+            assert started.stop() == 0
+            assert reading.result(5).final["status"] == "incomplete", "all 120 tokens"
+            assert len(heard.token_ids) == 120
+    said = (tmp_path / "up.log").read_text()
+    assert "was killed" not in said
+    assert "gateway-1 still has something to finish" in said
 
 
 def test_a_kill_a_second_start_and_a_clean_stop(tmp_path: Path):
