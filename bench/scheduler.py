@@ -31,7 +31,7 @@ from services.replica.core.scheduler import Scheduler, SchedulerLimits
 from services.replica.core.sequence import Demand
 from services.replica.stub_runner import scripted_token
 from services.replica.warm_up import settle_memory
-from shared.messages import Sampling
+from shared.messages import Sampling, StepModel
 from shared.tiers import LANE_ORDER
 from shared.tokenizer import StubTokenizer
 
@@ -40,6 +40,7 @@ PROMPT, SHARED, OUT_MIN, OUT_MAX = 128, 64, 64, 192  # tokens
 MIXED = 256  # prompt tokens beside decodes
 WARM_STEPS = 400  # until finishes and arrivals are spread evenly
 TARGET_MS = 1.0
+MODEL = StepModel(base_s=0.005, per_token_s=0.0004, per_attended_s=4e-7)  # as two cores have it with SmolLM2
 _ROUND = 100
 
 
@@ -86,11 +87,11 @@ class Crowd:
         """(seconds without the model, sequences scheduled); as many arrive as finished."""
         scheduler = self.scheduler
         began = perf_counter()
-        plan = scheduler.plan(0.0)
+        plan = scheduler.plan(0.0, MODEL)
         planned = perf_counter()
         result = _scripted(plan)
         ran = perf_counter()
-        outputs = scheduler.commit(plan, result, 0.0)
+        outputs = scheduler.commit(plan, result, 0.0, MODEL)
         scheduler.load()
         scheduler.pool.take_changes()
         seconds = perf_counter() - ran + planned - began

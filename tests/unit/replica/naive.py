@@ -20,7 +20,7 @@ def tiny_config(vocab: int = 300) -> ModelConfig:
 
 
 def random_weights(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float64) -> Weights:
-    """Float64, so that no two logits are ever near enough for another order of sums to exchange them."""
+    """In float64 no two logits are ever near enough for another order of sums to exchange them."""
     generator = torch.Generator().manual_seed(seed)
 
     def matrix(rows: int, columns: int) -> torch.Tensor:

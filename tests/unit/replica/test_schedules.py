@@ -8,6 +8,7 @@ import random
 from functools import cache
 
 import pytest
+import torch
 
 from services.replica.core.detokenize import Vocabulary
 from services.replica.core.plan import SampleParams
@@ -24,7 +25,7 @@ from tests.unit.replica.machine import Machine
 from tests.unit.replica.naive import naive_logits, random_weights, tiny_config
 
 CONFIG = tiny_config()
-WEIGHTS = random_weights(CONFIG)
+WEIGHTS = {dtype: random_weights(CONFIG, dtype=dtype) for dtype in (torch.float64, torch.float32)}
 VOCABULARY = Vocabulary([bytes([97 + token % 26]) for token in range(CONFIG.vocab)], frozenset(range(290, 300)))
 SCHEDULES = 240
 SEEDS_PER_TEST = 20
@@ -45,22 +46,22 @@ def prompt(family: int, length: int) -> tuple[int, ...]:
 
 
 @cache
-def alone(family: int, length: int, how: int) -> tuple[tuple[int, ...], EndReason]:
+def alone(family: int, length: int, how: int, dtype: torch.dtype) -> tuple[tuple[int, ...], EndReason]:
     """(ids, reason) of the reply that this prompt has when nothing else exists."""
     ids, sampling, written = list(prompt(family, length)), SAMPLINGS[how], []
     while len(written) < BUDGET:
         params = SampleParams(sampling, family, len(written), tuple(ids), tuple(written))
-        written += sample(naive_logits(CONFIG, WEIGHTS, [*ids, *written]), [params])
+        written += sample(naive_logits(CONFIG, WEIGHTS[dtype], [*ids, *written]), [params])
         if written[-1] in VOCABULARY.stop_ids:
             return tuple(written), EndReason.STOP_TOKEN
     return tuple(written), EndReason.MAX_TOKENS
 
 
-def build(rng: random.Random) -> Machine:
+def build(rng: random.Random, dtype: torch.dtype) -> Machine:
     blocks = rng.choice([6, 7, 8, 10, 24])
     running_max = rng.choice([1, 3, 4, 6])
     step = running_max + rng.choice([3, 8, 16, 50])
-    forward = Transformer(CONFIG, WEIGHTS, blocks=blocks, context=CONFIG.context)
+    forward = Transformer(CONFIG, WEIGHTS[dtype], blocks=blocks, context=CONFIG.context)
     return Machine(
         blocks=blocks,
         runner=TorchRunner(forward, RunnerInfo("tiny", blocks, CONFIG.context, CONFIG.vocab)),
@@ -72,10 +73,10 @@ def build(rng: random.Random) -> Machine:
     )
 
 
-def play(seed: int) -> Machine:
+def play(seed: int, dtype: torch.dtype = torch.float64) -> Machine:
     """One random schedule, checked; returns the machine for what it went through."""
     rng = random.Random(seed)
-    machine = build(rng)
+    machine = build(rng, dtype)
     expected: dict[str, tuple[tuple[int, ...], EndReason]] = {}
     to_come = rng.randrange(3, 9)
     while to_come or machine.scheduler.has_work:
@@ -83,7 +84,7 @@ def play(seed: int) -> Machine:
             to_come -= 1
             name = f"s{to_come}"
             case = rng.randrange(4), rng.choice(LENGTHS), rng.randrange(len(SAMPLINGS))
-            ids, reason = alone(*case)
+            ids, reason = alone(*case, dtype)
             cut = rng.choice([0, 0, rng.randrange(len(ids) + 1)])
             wanted = Demand(
                 sequence_id=name,
