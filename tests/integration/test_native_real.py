@@ -9,11 +9,14 @@ import numpy as np
 import pytest
 
 from services.replica.core.detokenize import Vocabulary
+from services.replica.core.plan import SampleParams
+from services.replica.core.randomness import unit
 from services.replica.core.sequence import Demand
 from services.replica.model.config import ModelConfig
 from services.replica.model.load import open_checkpoint
-from services.replica.model.native.kernels import BEST, KernelModel, Rows
+from services.replica.model.native.kernels import BEST, Draw, KernelModel, Rows
 from services.replica.model.native_runner import NativeRunner, build_model
+from services.replica.model.sampler import sample
 from services.replica.runner import RunnerInfo
 from shared.messages import Sampling
 from shared.tiers import LANE_ORDER, Tier
@@ -116,6 +119,27 @@ def test_twenty_schedules_give_every_reply_as_if_it_were_alone(models, tokenizer
         assert {name: record.ids for name, record in played.records.items()} == expected, f"schedule {seed}"
         preempted += len(played.preempted)
     assert preempted, "no schedule was short of blocks"
+
+
+def test_the_kernels_draw_what_the_sampler_draws(models, tokenizer: Tokenizer):
+    """Over the whole of a real vocabulary, at all temperatures and cuts."""
+    cuts = (
+        {"temperature": 0.3, "top_p": 0.9},
+        {"temperature": 1.0, "top_p": 0.95},
+        {"temperature": 2.0, "top_p": 0.99},
+        {"temperature": 2.0, "top_p": 0.9999},
+        {"temperature": 1.0, "top_k": 50},
+        {"temperature": 2.0, "top_k": 20_000, "top_p": 0.9},
+        {"temperature": 1.3, "top_p": 0.9, "min_p": 0.01},
+        {"temperature": 1.0},
+    )
+    ids = tokenizer.encode(TEXT)
+    for fields in cuts:
+        params = [SampleParams(Sampling(**fields), 5, n) for n in range(BLOCKS)]
+        rows = [Rows(ids[: 1 + n % 15], 0, (n,), Draw(unit=unit(5, n), **fields)) for n in range(BLOCKS)]
+        drawn, logits = models[0].forward(rows, logits=True)
+        same = sum(a == b for a, b in zip(drawn.tolist(), sample(logits, params), strict=True))
+        assert same >= BLOCKS - 1, fields
 
 
 def test_greedy_says_what_it_should(models, tokenizer: Tokenizer):

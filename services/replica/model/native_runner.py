@@ -51,11 +51,8 @@ class NativeRunner:
 
 
 def drawn_natively(param: SampleParams) -> bool:
-    """Neither earlier tokens nor the order of the odds matter: the kernels draw, and no logits leave them."""
-    sampling = param.sampling
-    if sampling.logit_bias or penalised(sampling):
-        return False
-    return sampling.temperature <= 0 or (sampling.top_k == 0 and sampling.top_p >= 1)
+    """Earlier tokens and the client's own bias do not matter: the kernels draw, and no logits leave them."""
+    return not (param.sampling.logit_bias or penalised(param.sampling))
 
 
 def _draw(param: SampleParams | None) -> Draw | None:
@@ -64,7 +61,13 @@ def _draw(param: SampleParams | None) -> Draw | None:
     sampling = param.sampling
     if sampling.temperature <= 0 or not drawn_natively(param):
         return BEST
-    return Draw(max(sampling.temperature, LEAST_TEMPERATURE), sampling.min_p, unit(param.seed, param.position))
+    return Draw(
+        max(sampling.temperature, LEAST_TEMPERATURE),
+        min_p=sampling.min_p,
+        unit=unit(param.seed, param.position),
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+    )
 
 
 def misfit(checkpoint: Checkpoint, quantised: TensorType | None = None) -> str | None:

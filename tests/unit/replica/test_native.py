@@ -1,5 +1,6 @@
 """The native kernels: near the reference, and the same to the bit whatever is computed beside, in which pieces, where."""
 
+import operator
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from services.replica.core.plan import SampleParams, SeqChunk, StepPlan
+from services.replica.core.randomness import unit
 from services.replica.engine_messages import EngineConfig
 from services.replica.model import load
 from services.replica.model.load import load_runner, open_checkpoint
@@ -16,6 +18,7 @@ from services.replica.model.loader import load_weights
 from services.replica.model.native import kernels
 from services.replica.model.native.kernels import BEST, Draw, KernelShape, Rows, Variant
 from services.replica.model.native_runner import NativeRunner, misfit
+from services.replica.model.sampler import sample
 from services.replica.model.torch_runner import TorchRunner
 from services.replica.model.transformer import Transformer
 from shared.errors import ConfigError
@@ -52,8 +55,7 @@ def reference(path: Path, prompt: tuple[int, ...]) -> np.ndarray:
     config = config_of(path)
     with open_checkpoint(path) as checkpoint:
         weights = load_weights(checkpoint, lambda _: None)
-    sample = SampleParams(GREEDY, 0, 0)
-    plan = StepPlan(1, (SeqChunk("a", 1, 0, prompt, TABLE, sample),))
+    plan = StepPlan(1, (SeqChunk("a", 1, 0, prompt, TABLE, SampleParams(GREEDY, 0, 0)),))
     return Transformer(config, weights, blocks=len(TABLE), context=config.context).logits(plan)[0].numpy()
 
 
@@ -305,8 +307,7 @@ def test_kernels_draw_as_the_sampler_does(files, fields: dict):
     with kernel_model(files["Q4_1"], VARIANTS[0], blocks=512) as model:
         for first in range(0, 256, 64):
             rows = [
-                Rows(prompts[n], 0, (2 * n, 2 * n + 1), Draw(fields["temperature"], fields.get("min_p", 0.0), units[n]))
-                for n in range(first, first + 64)
+                Rows(prompts[n], 0, (2 * n, 2 * n + 1), Draw(unit=units[n], **fields)) for n in range(first, first + 64)
             ]
             drawn, logits = model.forward(rows, logits=True)
             for row, token, place in zip(logits, drawn, units[first:], strict=False):
@@ -317,6 +318,57 @@ def test_kernels_draw_as_the_sampler_does(files, fields: dict):
                 same += wanted == token
                 assert weights[token] > 0
     assert same >= 254
+
+
+CUTS = (
+    {"temperature": 1.0, "top_k": 7},
+    {"temperature": 1.0, "top_k": 1},
+    {"temperature": 3.0, "top_k": 18},  # one less, as many and one more than the vocabulary has sixteens
+    {"temperature": 3.0, "top_k": 19},
+    {"temperature": 3.0, "top_k": 20},
+    {"temperature": 1.0, "top_k": 299},
+    {"temperature": 1.0, "top_k": 10_000, "top_p": 0.7},
+    {"temperature": 0.7, "top_p": 0.9},
+    {"temperature": 1.0, "top_p": 1e-9},
+    {"temperature": 2.0, "top_p": 0.999},
+    {"temperature": 1.0, "top_p": 1 - 1e-12},
+    {"temperature": 1.5, "top_p": 0.95, "top_k": 40, "min_p": 0.02},
+    {"temperature": 0.9, "top_p": 0.95, "min_p": 1.0},
+)
+
+
+@pytest.mark.parametrize("fields", CUTS, ids=str)
+def test_kernels_draw_from_the_best_as_the_sampler_does(files, fields: dict):
+    """Cut by rank, by mass, by odds: the sampler's token, but where a sum's last bits decide; on every instruction set."""
+    rows = [(n, ids(n, 1 + n % 20), SampleParams(Sampling(**fields), 11, n)) for n in range(192)]
+    drawn: dict[str, list[int]] = {}
+    for variant in VARIANTS:
+        with kernel_model(files["Q8_0"], variant, threads=2, blocks=2 * 192) as model:
+            tokens, logits = model.forward(
+                [Rows(prompt, 0, (2 * n, 2 * n + 1), Draw(unit=unit(11, n), **fields)) for n, prompt, _ in rows],
+                logits=True,
+            )
+        drawn[variant.name] = tokens.tolist()
+        wanted = sample(logits, [param for *_, param in rows])
+        assert sum(map(operator.eq, tokens, wanted)) >= 190
+    assert len(set(map(tuple, drawn.values()))) == 1
+
+
+@each_variant
+def test_of_equals_the_lower_ids_are_kept(files, variant: Variant):
+    """All tokens are equally likely: the first five, the first half, whatever the place; and a cut by odds keeps all."""
+    places = [(n + 0.5) / 60 for n in range(60)]
+    with kernel_model(files["Q8_0"], variant, blocks=60) as model:
+        model.put_vector("final_norm", 0, np.zeros(model.shape.hidden, np.float32))
+
+        def drawn(**cut: float) -> list[int]:
+            rows = [Rows((n,), 0, (n,), Draw(1.0, unit=place, **cut)) for n, place in enumerate(places)]
+            return model.forward(rows, logits=False)[0].tolist()
+
+        assert drawn(top_k=5) == [int(5 * place) for place in places]
+        assert drawn(top_p=0.5) == [int(VOCAB / 2 * place) for place in places]
+        assert drawn(top_k=200, top_p=0.25) == [int(50 * place) for place in places]
+        assert drawn(top_p=0.999, min_p=1.0) == drawn()
 
 
 @each_variant

@@ -7,6 +7,7 @@
 
 #include "attention.h"
 #include "attention_bytes.h"
+#include "draw.h"
 #include "matrix.h"
 #include "memory.h"
 #include "team.h"
@@ -22,11 +23,6 @@ struct Shape {  // mirrored in kernels.py
 
 struct Chunk {  // rows [row, row + count) of one sequence, from position `start`; its block table begins at `table`
   int32_t row, count, start, table;
-};
-
-struct Draw {  // how a wanted row's token is drawn; a temperature of 0 takes the best
-  float temperature, min_p;
-  double unit;  // [0, 1): where in the distribution
 };
 
 struct Step {
@@ -60,6 +56,7 @@ class Model {
                                      : size_t(ROWS) * group() * (s.context + 2 * SLOTS));
       desk.mixed.need(size_t(ROWS) * group() * s.head_dim);
       desk.row.need(s.hidden);
+      desk.draw_of_best.need(s.vocab);
     }
     make_turns();
   }
@@ -94,14 +91,11 @@ class Model {
   struct Desk {  // what a member works with
     Rows normed;
     Buffer<float> scores, mixed, row, best, where;
+    DrawOfBest draw_of_best;
   };
   struct Piece {  // one to ROWS rows of a chunk, one KV head; a lone row brings its own key and value
     int32_t row, count, position, table, kv;
     bool alone;
-  };
-  struct Top {
-    float value = -INFINITY;
-    int32_t token = 0;
   };
 
   int passes() const { return s.precise ? 2 : 1; }
@@ -336,44 +330,16 @@ class Model {
         Top top{};
         for (int t = 0; t < tasks; t++)
           if (const Top& other = tops_[size_t(r) * tasks + t]; other.value > top.value) top = other;
-        const Draw& draw = step.draw[r];
-        step.drawn[r] = draw.temperature > 0 ? drawn(logits_ + size_t(r) * s.vocab, top.value, draw) : top.token;
+        step.drawn[r] = drawn(logits_ + size_t(r) * s.vocab, top, step.draw[r], desk);
       }
     });
   }
 
-  // The first token where the weights up to it pass `unit` of their sum. Sixteen at a time, in order.
-  int drawn(float* row, float top, const Draw& draw) const {
-    const vf inverse = all(1.0f / draw.temperature), least = all(draw.min_p);
-    const auto weights = [&](int at) {
-      float some[LANES];
-      if (at + LANES > s.vocab)
-        for (int i = 0; i < LANES; i++) some[i] = at + i < s.vocab ? row[at + i] : -INFINITY;
-      const vf y = (load(at + LANES > s.vocab ? some : row + at) - all(top)) * inverse;
-      const vf w = choose(y > all(-87.0f), exponential(y), vf{});
-      return choose(least > w, vf{}, w);
-    };
-    double total = 0, before = 0;
-    for (int at = 0; at < s.vocab; at += LANES) total += sum(weights(at));
-    const double target = draw.unit * total;
-    int last = 0;  // of weight above 0
-    for (int at = 0; at < s.vocab; at += LANES) {
-      const vf w = weights(at);
-      const double whole = sum(w);
-      if (whole > 0) {
-        float some[LANES];
-        store(some, w);
-        double inside = before;
-        for (int i = 0; i < LANES && (before + whole > target || at + LANES >= s.vocab); i++) {
-          if (!(some[i] > 0)) continue;
-          last = at + i, inside += some[i];
-          if (inside > target) return last;
-        }
-        if (before + whole > target) return last;  // the lanes' order of addition fell short of their sum by a bit
-      }
-      before += whole;
-    }
-    return last;
+  int drawn(const float* row, Top top, const Draw& draw, Desk& desk) const {
+    if (!(draw.temperature > 0) || !std::isfinite(top.value)) return top.token;
+    const Weights weights(row, s.vocab, top.value, draw.temperature);
+    if (draw.top_k > 0 || draw.top_p < 1) return desk.draw_of_best(weights, s.vocab, top, draw);
+    return draw_of_all(weights, s.vocab, draw);
   }
 
   void normalise_wanted(const Step& step, int r, Rows& to, Desk& desk) {

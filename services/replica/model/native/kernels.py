@@ -130,7 +130,12 @@ class _Step(ctypes.Structure):
     )
 
 
-_DRAW = np.dtype([("temperature", np.float32), ("min_p", np.float32), ("unit", np.float64)])
+_DRAW = np.dtype(
+    [
+        ("temperature", np.float32), ("min_p", np.float32), ("top_p", np.float64), ("unit", np.float64),
+        ("top_k", np.int32), ("unused", np.int32),
+    ]
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -167,7 +172,8 @@ class KernelShape:
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """The whole vocabulary is in play, but for tokens less than `min_p` times as likely as the best.
+    """Which tokens are in play: `top_k` of the best (0: all), until they hold `top_p` of the mass, and none less than
+    `min_p` times as likely as the best.
 
     `unit` in [0, 1) says where in the distribution the token lies. A temperature of 0 takes the best.
     """
@@ -175,6 +181,8 @@ class Draw:
     temperature: float
     min_p: float = 0.0
     unit: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
 
 
 BEST = Draw(0.0)
@@ -240,7 +248,7 @@ class KernelModel:
         chunks: list[int] = []
         tables: list[int] = []
         wanted: list[int] = []
-        draws: list[tuple[float, float, float]] = []
+        draws: list[tuple[float, float, float, float, int, int]] = []
         for part in rows:
             chunks += (len(tokens), len(part.ids), part.start, len(tables))
             tokens += part.ids
@@ -251,7 +259,7 @@ class KernelModel:
                 raise ValueError("a sequence is longer than the context")
             if part.draw is not None:
                 wanted.append(len(tokens) - 1)
-                draws.append((part.draw.temperature, part.draw.min_p, part.draw.unit))
+                draws.append(_fields(part.draw, self.shape.vocab))
         ids, table = _numbers(tokens, self.shape.vocab), _numbers(tables, self.shape.blocks)
         chunk, last = np.array(chunks, np.int32), np.array(wanted, np.int32)
         draw, drawn = np.array(draws, _DRAW), np.empty(len(wanted), np.int32)
@@ -273,6 +281,10 @@ class KernelModel:
         model, self._model = self._model, None
         if model is not None:
             self._library.chorus_destroy(model)
+
+
+def _fields(draw: Draw, vocab: int) -> tuple[float, float, float, float, int, int]:
+    return draw.temperature, draw.min_p, draw.top_p, draw.unit, min(draw.top_k, vocab), 0
 
 
 def _numbers(values: list[int], below: int) -> NDArray[np.int32]:
