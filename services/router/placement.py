@@ -11,6 +11,7 @@ Pure.
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from math import ceil
 
 from services.router.fleet_view import ReplicaView
 from shared.limits import (
@@ -89,18 +90,22 @@ class _Scored:
 def predicted_ttft_s(view: ReplicaView, tokens: int, prefix_tokens: int) -> float:
     """Seconds until the first token of a request of `tokens`, were it sent there now.
 
-    Each step gives one token to every running sequence and the rest of its budget to prompts, in order.
+    Each step gives one token to every running sequence and the rest of its budget to prompts, in order: so many tokens
+    at a prompt's beginning, and as many as take the same time further on, where each attends to more.
     """
     health, step = view.health, view.health.step
     uncached = max(1, tokens - prefix_tokens)  # a full hit still computes its last token
     to_compute = view.queue_tokens() + uncached
     per_step = max(1, health.step_tokens - health.running)
-    steps = -(-to_compute // per_step)
+    own_attended = uncached * (tokens - uncached / 2)
+    prompts_s = to_compute * step.per_token_s + own_attended * step.per_attended_s
+    room_s = per_step * step.per_token_s + per_step * per_step / 2 * step.per_attended_s
+    steps = max(-(-to_compute // per_step), ceil(prompts_s / room_s) if room_s > 0 else 0)
     current = max(0.0, health.step_predicted_s - health.step_age_s)
     computed = to_compute + steps * health.running
     context = steps * tokens / 2
     held = (health.blocks_total - health.blocks_free) * BLOCK_TOKENS  # what those who run attend to, each step
-    attended = uncached * (tokens - uncached / 2) + steps * held
+    attended = own_attended + steps * held + health.running * steps * steps / 2  # who runs grows meanwhile
     own_s = computed * step.per_token_s + context * step.per_context_s + attended * step.per_attended_s
     return current + steps * step.base_s + own_s
 

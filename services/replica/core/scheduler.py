@@ -203,11 +203,12 @@ class Scheduler:
         tokens = self.limits.prompt_tokens(len(decodes))
         if model is None:
             return StepBudget(tokens, None, BY_TOKENS)
-        prompts = len(self._behind) + sum(map(len, self._lanes))
+        places = self.limits.running_max - len(self._running)
+        prompts = len(self._behind) + min(places, sum(map(len, self._lanes)))
         if not prompts:
             return StepBudget(tokens, 0.0, model)
         count, read = len(decodes), sum(chunk.start + 1 for chunk in decodes)
-        age = self._steps - min((sequence.admitted_step for sequence in self._behind), default=self._steps)
+        age = self._steps - self._behind[0].admitted_step if self._behind else 0  # of the prompt that is served first
         decodes_s = model.base_s + model.per_token_s * count + model.per_attended_s * read
         grown_s = model.per_attended_s * min(read, age * count)
         seconds = room_s(model, decodes_s=decodes_s, decodes=count, prompts=prompts, grown_s=grown_s)

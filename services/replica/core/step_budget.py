@@ -18,12 +18,13 @@ from shared.messages import StepModel
 ALONE_STEP_S = 0.25
 ALONE_STEP_S_MAX = 0.5
 MIXED_STEP_S = 0.1
-PROTECTED_STEP_S = 0.025  # forty tokens a second: more than anybody reads
+PROTECTED_STEP_S = 0.02  # fifty tokens a second: more than anybody reads
 _PROTECTED_FACTOR = 1.9  # times the decodes' own step: less than twice, as predictions err
 _LEAST_SHARE = 0.25  # of the decodes' own step as it is now: a prompt comes to its end however they grow meanwhile
 _MANY = 4  # decodes for each prompt
 # Times the base, that prompts may take, within ALONE_STEP_S_MAX: beside decodes, and when nobody decodes.
 _WORK, _WORK_ALONE = 8, 15
+_ANY = 1 << 30  # tokens, where they cost nothing
 CHUNK_ROWS = 4  # kernels compute so many rows together: chunks are a multiple, and one of so many is in any step
 
 
@@ -96,7 +97,7 @@ def _within(model: StepModel, start: int, seconds: float) -> int:
     """The most tokens from position `start` on that take `seconds`; many, where they cost nothing."""
     each, more = model.per_token_s + model.per_attended_s * (start + 0.5), model.per_attended_s / 2
     if each <= 0:
-        return 1 << 30
+        return _ANY
     if more <= 0:
-        return int(seconds / each)
-    return int(2 * seconds / (each + sqrt(each * each + 4 * more * seconds)))
+        return int(min(_ANY, seconds / each))
+    return int(min(_ANY, 2 * seconds / (each + sqrt(each * each + 4 * more * seconds))))

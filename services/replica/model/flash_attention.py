@@ -17,6 +17,7 @@ import torch
 from services.replica.core.plan import SeqChunk, blocks_for
 from services.replica.model.attention import Attend, StepRows
 from services.replica.model.config import ModelConfig
+from services.replica.model.kv_cache import numbers
 from shared.limits import BLOCK_TOKENS
 
 
@@ -126,7 +127,7 @@ class FlashAttention:
 
         def attend(layer: int, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
             for cache, new in ((self._keys[layer], keys), (self._values[layer], values)):
-                cache.view(-1, *new.shape[1:]).index_copy_(0, rows.slots, new)
+                cache.view(-1, *new.shape[1:]).index_copy_(0, rows.slots, numbers(new))
             return self._library.attend(queries, self._keys[layer], self._values[layer], step, self._window)
 
         return attend

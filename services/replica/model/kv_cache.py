@@ -13,6 +13,7 @@ from services.replica.model.config import ModelConfig
 from services.replica.model.kv_size import SCALED, KvType
 from shared.limits import BLOCK_TOKENS
 
+_MOST = 1e18  # of a number: no product of it with a query's is infinite
 _CODE_MAX = {KvType.INT8: 127, KvType.FLOAT8: 448}
 _TYPES = {
     KvType.FLOAT32: torch.float32,
@@ -21,6 +22,11 @@ _TYPES = {
     KvType.INT8: torch.int8,
     KvType.FLOAT8: torch.float8_e4m3fn,
 }
+
+
+def numbers(rows: torch.Tensor) -> torch.Tensor:
+    """What is no number becomes 0, what is too large less: who has the block next multiplies it by 0, and adds it."""
+    return rows.nan_to_num(0.0).clamp(-_MOST, _MOST)
 
 
 class Store:
@@ -38,6 +44,7 @@ class Store:
 
     def write(self, layer: int, slots: torch.Tensor, rows: torch.Tensor) -> None:
         """[kv_heads, rows, head_dim] to their slots. What a row becomes depends on that row alone."""
+        rows = numbers(rows)
         if self._scales is not None:
             scales = rows.abs().amax(dim=-1).float() / self._code_max
             rows = rows / scales.clamp_min(torch.finfo(torch.float32).tiny).unsqueeze(-1)

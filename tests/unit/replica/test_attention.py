@@ -221,3 +221,17 @@ def test_the_newest_generation_that_is_there_is_taken():
     assert isinstance(find_library(lambda name: load(name, second)), Flash2)
     assert find_library(lambda name: load(name, {})) is None
     assert set(asked) == {"flash_attn_interface", "flash_attn"}
+
+
+@pytest.mark.parametrize("kind", [None, *KvType], ids=str)
+def test_what_is_no_number_spoils_nobody(kind: KvType | None):
+    """A sequence whose keys and values are infinite, none or too large leaves blocks that the next one can use."""
+    config = config_of()
+    spoilt = PaddedAttention(config, BLOCKS, torch.float32, kind=kind)
+    slots = torch.arange(BLOCKS * BLOCK_TOKENS)
+    rows = torch.tensor([torch.inf, -torch.inf, torch.nan, 3e38])[slots % 4][:, None, None].expand(
+        -1, config.kv_heads, config.head_dim
+    )
+    for layer in range(config.layers):
+        spoilt._cache.write(layer, slots, rows, rows)
+    play(spoilt, config, 3, 1.0, torch.float32)

@@ -137,6 +137,24 @@ def test_every_instruction_set_gives_the_same_bits(files, kv: KvType):
 
 
 @needs_kernels
+@each_variant
+@each_kv
+def test_what_is_no_number_spoils_nobody(files, variant: Variant, kv: KvType):
+    """A sequence whose keys and values are infinite, none or too large leaves blocks that the next one can use."""
+    path = files["window"]
+    config, clean, foreign = config_of(path), ids(4, 21), ids(1, 32)
+    with kernel_model(path, variant, blocks=4, kv=kv) as model:
+        alone = logits(model, Rows(clean, 0, (0, 1), BEST))
+        for value in (np.inf, np.nan, 3e38, -3e38):
+            model.put_vector(
+                "qkv_bias", 0, np.full((config.heads + 2 * config.kv_heads) * config.head_dim, value, "f4")
+            )
+            model.forward([Rows(foreign, 0, (2, 3), None)], logits=False)
+            model.put_vector("qkv_bias", 0, np.empty(0, np.float32))
+            assert np.array_equal(logits(model, Rows(clean, 0, (2, 3), BEST)), alone)
+
+
+@needs_kernels
 def test_a_number_beyond_a_type_spoils_nobody(tmp_path: Path):
     """Values a hundred times what a half can hold are cut: what stands in a masked slot is multiplied by 0."""
     path = tiny_file(tmp_path / "m.gguf", Q8_0, family="qwen2")

@@ -15,6 +15,7 @@ from services.replica.core.step_budget import (
     room_s,
 )
 from shared.messages import StepModel
+from shared.tiers import Tier
 from tests.unit.replica.machine import Machine, demand
 
 MODEL = StepModel(base_s=0.008, per_token_s=0.001, per_attended_s=1e-6)
@@ -92,3 +93,29 @@ def test_a_long_prompt_beside_many_decodes_keeps_their_steps_short(per_token_s: 
     assert steps[-1][1] > before
     assert all(whole <= max(2 * before, PROTECTED_STEP_S, 1.25 * decodes) for whole, decodes in steps)
     assert len(steps) < 900
+
+
+def test_a_prompt_that_was_held_back_takes_nothing_from_a_better_lane():
+    """What the decodes wrote while it waited is not held against a prompt of a higher lane that came later."""
+    model = StepModel(base_s=0.008, per_token_s=0.0004, per_attended_s=2e-6)
+
+    def second_chunk(*, held_back: bool) -> int:
+        machine = Machine(blocks=1400, running_max=20, step_tokens_max=600, mixed_tokens_max=512)
+
+        def step() -> dict[str, int]:
+            plan = machine.scheduler.plan(0.0, model)
+            machine.scheduler.commit(plan, machine.runner.run(plan), 0.0, model)
+            return {chunk.sequence_id: len(chunk.ids) for chunk in plan.chunks}
+
+        for number in range(16):
+            machine.submit(demand(chr(97 + number), 8, budget=900))
+            step()
+        if held_back:
+            machine.submit(demand("y", 4000, budget=1, tier=Tier.BACKGROUND))
+        for _ in range(100):
+            step()
+        machine.submit(demand("z", 2000, budget=1))
+        step()
+        return step()["z"]
+
+    assert second_chunk(held_back=True) == second_chunk(held_back=False)

@@ -1,10 +1,16 @@
 """Filter, score, pick: room and targets first, then the longest prefix unless it is too hot, else the least load."""
 
+import pytest
+
+from services.replica.core.step_budget import StepBudget, room_s
+from services.replica.core.step_fit import predict
 from services.router.fleet_view import FleetView
 from services.router.placement import Demand, Placed, Wait, place, predicted_ttft_s
 from shared.limits import BLOCK_TOKENS, REPLICA_QUEUE_MAX
 from shared.messages import BlocksChanged, ReplicaHealth, StepModel
 from shared.tiers import Tier
+from tests.unit.replica.machine import Machine
+from tests.unit.replica.machine import demand as prompt
 
 STEP = StepModel(base_s=0.01, per_token_s=0.001)
 
@@ -134,6 +140,34 @@ def test_predicted_ttft_counts_tokens_not_requests():
     assert abs(predicted_ttft_s(view, 160, 0) - (0.01 + 0.256)) < 1e-9
     # fully cached: the last token is computed again
     assert abs(predicted_ttft_s(view, 160, 160) - (0.01 + 0.097)) < 1e-9
+
+
+@pytest.mark.parametrize(("decodes", "tokens"), [(0, 4000), (16, 1000), (16, 4000), (16, 7000)])
+def test_predicted_ttft_of_a_long_prompt_is_about_what_the_scheduler_takes(decodes: int, tokens: int):
+    """Chunks become shorter towards its end, and the decodes beside it grow meanwhile."""
+    model = StepModel(base_s=0.004, per_token_s=0.0004, per_attended_s=3e-7)
+    machine = Machine(blocks=4000, running_max=20, step_tokens_max=512, mixed_tokens_max=208, context_max=8192)
+
+    def step() -> float:
+        plan = machine.scheduler.plan(0.0, model)
+        machine.scheduler.commit(plan, machine.runner.run(plan), 0.0, model)
+        return predict(model, plan.tokens, plan.attended)
+
+    for number in range(decodes):
+        machine.submit(prompt(chr(97 + number), 130, budget=4000))
+        step()
+    load = machine.scheduler.load()
+    held = (4000 - load.blocks_free) * 16
+    decodes_s = predict(model, decodes, held)
+    room = room_s(model, decodes_s=decodes_s, decodes=decodes, prompts=1)
+    step_tokens = decodes + StepBudget(machine.scheduler.limits.prompt_tokens(decodes), room, model).take(0, 512)
+    (view,) = fleet({"running": decodes, "step": model, "step_tokens": step_tokens, "blocks_total": 4000,
+                     "blocks_free": load.blocks_free})  # fmt: skip
+    machine.submit(prompt("zz", tokens, budget=1))
+    taken = 0.0
+    while "zz" in machine.scheduler._sequences:
+        taken += step()
+    assert 0.65 * taken < predicted_ttft_s(view, tokens, 0) < 1.3 * taken
 
 
 def test_predicted_ttft_waits_for_the_running_step():

@@ -60,7 +60,7 @@ static void attend(const Cache& cache, int layer, int kv, const int32_t* table, 
       const vf top = all(maximum(most[i]));
       vf total{};
       for (int b = begin; b < own; b++, at += SLOTS) {
-        const vf s = load(at), e = choose(s > all(-1e30f), exponential(s - top), vf{});
+        const vf s = load(at), e = choose(s > all(-INFINITY), exponential(s - top), vf{});
         store(at, e);
         total = total + e;
       }

@@ -48,7 +48,7 @@ class ByteAttention {
     for (int part = 0; part < dim_; part += WIDE * LANES) add_values(part, out);
     for (int i = 0; i < N; i++) {
       float* const at = out[i / G] + i % G * dim_;
-      mix(at, dim_, 1.0f / float(mixed_vectors(dim_)), at);
+      mix(at, dim_, 1.0f / float(mixed_together(dim_)), at);
     }
   }
 
@@ -64,15 +64,14 @@ class ByteAttention {
 
   // In pairs, those of all rows side by side.
   void take_query(const float* q, int i) {
-    float mixed[BYTES_DIM_MAX], scale;
-    mix(q, dim_, 1.0f / float(mixed_vectors(dim_)), mixed);
-    const vf inverse = inverse_scale(mixed, dim_, SHORT, scale);
-    for (int d = 0; d < dim_; d += LANES) {
-      int16_t some[LANES];
-      store_shorts(some, whole(load(mixed + d) * inverse));
-      for (int j = 0; j < LANES; j += 2) std::memcpy(queries_ + (d + j) * N + 2 * i, some + j, 4);
-    }
-    q_scale_[i] = all(scale), greatest_[i] = all(-INFINITY);
+    float mixed[BYTES_DIM_MAX];
+    mix(q, dim_, 1.0f / float(mixed_together(dim_)), mixed);
+    q_scale_[i] = all(to_codes(mixed, dim_, SHORT, [&](int d, vi codes) {
+      int16_t shorts[LANES];
+      store_shorts(shorts, codes);
+      for (int j = 0; j < LANES; j += 2) std::memcpy(queries_ + (d + j) * N + 2 * i, shorts + j, 4);
+    }));
+    greatest_[i] = all(-INFINITY);
   }
 
   ALWAYS void score(int b) {
@@ -114,7 +113,7 @@ class ByteAttention {
       for (int at = b; at < end; at++) {
         vf& weight = weights[at - b] = vf{};
         if (at >= own) continue;
-        const vf s = load(scores_ + i * stride_ + at * SLOTS), e = choose(s > all(-1e30f), exponential(s - top), vf{});
+        const vf s = load(scores_ + i * stride_ + at * SLOTS), e = choose(s > all(-INFINITY), exponential(s - top), vf{});
         total = total + e;
         weight = e * load(cache_.scales(head(at)) + SLOTS);
         most = larger(most, weight);

@@ -49,24 +49,40 @@ static ALWAYS vi whole(vf x) {
   return to_int((x + huge) - huge);
 }
 
-// What a row's numbers are multiplied by to become codes of -most..most, and the scale that undoes it.
-static ALWAYS vf inverse_scale(const float* row, int count, float most, float& scale) {
-  vf top{};
-  for (int d = 0; d < count; d += LANES) top = larger(top, larger(load(row + d), -load(row + d)));
+// A row as whole numbers -most..most, sixteen to `put(place, codes)` at a time; returns the scale that undoes it. What
+// is no row of numbers becomes zeros: a scale stands beside others', which it must not spoil.
+template <class Put>
+static ALWAYS float to_codes(const float* row, int count, float most, const Put& put) {
+  vf top{}, nothing{};  // nothing: 0, or not a number where one of the row is none or infinite
+  for (int d = 0; d < count; d += LANES) {
+    const vf x = load(row + d);
+    top = larger(top, larger(x, -x)), nothing = nothing + (x - x);
+  }
   const float greatest = maximum(top);
-  scale = (greatest > 3e38f ? 3e38f : greatest) / most;
-  return all(scale > 1e-30f ? 1.0f / scale : 0.0f);
+  const bool usable = sum(nothing) == 0 && greatest > most * 1e-30f;
+  const float scale = usable ? greatest / most : 0.0f;
+  const vf inverse = all(usable ? 1.0f / scale : 0.0f);
+  for (int d = 0; d < count; d += LANES) put(d, usable ? whole(load(row + d) * inverse) : vi{});
+  return scale;
 }
 
-// How many vectors of a row are mixed with each other: the largest power of two that divides their number.
-static inline int mixed_vectors(int dim) { return (dim & -dim) / LANES; }
+// How many numbers of a row are mixed with each other: the largest power of two that divides their number.
+static inline int mixed_together(int dim) { return dim & -dim; }
 
-// A row with its vectors mixed (a Hadamard transform over them) and scaled: where few numbers are much larger than the
-// rest, which costs the rest their precision in bytes, all become alike. The product of two mixed rows is theirs times
-// mixed_vectors, and so is a row mixed twice. `to` may be `row`.
+template <int S>
+static ALWAYS vf mix_lanes(vf x) {  // lane i, and with i ^ S: their sum, and their difference
+  float sign[LANES];
+  for (int i = 0; i < LANES; i++) sign[i] = i & S ? -1.0f : 1.0f;
+  return swapped<S>(x) + x * load(sign);
+}
+
+// A row whose numbers are mixed (a Hadamard transform) and scaled: where few are much larger than the rest, which costs
+// the rest their precision in bytes, all become alike. The product of two mixed rows is theirs times mixed_together, and
+// a row mixed twice is itself times that. `to` may be `row`.
 static inline void mix(const float* row, int dim, float scale, float* to) {
-  const int block = dim & -dim;
-  for (int d = 0; d < dim; d += LANES) store(to + d, load(row + d) * all(scale));
+  const int block = mixed_together(dim);
+  for (int d = 0; d < dim; d += LANES)
+    store(to + d, mix_lanes<1>(mix_lanes<2>(mix_lanes<4>(mix_lanes<8>(load(row + d) * all(scale))))));
   for (int step = LANES; step < block; step *= 2)
     for (int d = 0; d < dim; d += 2 * step)
       for (int i = d; i < d + step; i += LANES) {
@@ -121,20 +137,19 @@ struct Cache {
   void write_bytes(int layer, int block, int slot, int kv, const float* k, const float* v) const {
     int8_t* const keys = head<KV_I8>(layer, block, kv);
     int8_t* const values = keys + SLOTS * head_dim + slot / 2 * 2 * head_dim + slot % 2;
-    to_bytes(k, scales(keys)[slot], [&](int d, int8_t code) { keys[(d / 2 * SLOTS + slot) * 2 + d % 2] = code; });
-    to_bytes(v, scales(keys)[SLOTS + slot], [&](int d, int8_t code) { values[d * 2] = code; });
+    scales(keys)[slot] = to_bytes(k, [&](int d, int8_t code) { keys[(d / 2 * SLOTS + slot) * 2 + d % 2] = code; });
+    scales(keys)[SLOTS + slot] = to_bytes(v, [&](int d, int8_t code) { values[d * 2] = code; });
   }
 
   template <class Put>
-  void to_bytes(const float* row, float& scale, const Put& put) const {
+  float to_bytes(const float* row, const Put& put) const {
     float mixed[BYTES_DIM_MAX];
     mix(row, head_dim, 1.0f, mixed);
-    const vf inverse = inverse_scale(mixed, head_dim, 127.0f, scale);
-    for (int d = 0; d < head_dim; d += LANES) {
-      int8_t codes[LANES];
-      store_bytes(codes, whole(load(mixed + d) * inverse));
-      for (int i = 0; i < LANES; i++) put(d + i, codes[i]);
-    }
+    return to_codes(mixed, head_dim, 127.0f, [&](int d, vi codes) {
+      int8_t bytes[LANES];
+      store_bytes(bytes, codes);
+      for (int i = 0; i < LANES; i++) put(d + i, bytes[i]);
+    });
   }
 };
 

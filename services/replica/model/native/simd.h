@@ -337,6 +337,32 @@ template <class Op> static ALWAYS float reduce(Pair<reg> v) { return reduce<Op>(
 static ALWAYS float sum(vf v) { return reduce<Add>(v); }
 static ALWAYS float maximum(vf v) { return reduce<Larger>(v); }
 
+// --- lanes i and i ^ S change places, S a power of two -----------------------------------------------------
+
+#if defined(__AVX512F__)
+template <int S> static ALWAYS reg swapped(reg v) {
+  if (S == 8) return __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
+  if (S == 4) return __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11);
+  if (S == 2) return __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13);
+  return __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);
+}
+#elif defined(__AVX2__)
+template <int S> static ALWAYS reg swapped(reg v) {
+  if (S == 4) return __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3);
+  if (S == 2) return __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5);
+  return __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6);
+}
+#else
+template <int S> static ALWAYS reg swapped(reg v) {
+  if (S == 2) return __builtin_shufflevector(v, v, 2, 3, 0, 1);
+  return __builtin_shufflevector(v, v, 1, 0, 3, 2);
+}
+#endif
+template <int S, class T> static ALWAYS Pair<T> swapped(Pair<T> v) {
+  if constexpr (S * sizeof(float) == sizeof(T)) return {v.hi, v.lo};
+  else return {swapped<S>(v.lo), swapped<S>(v.hi)};
+}
+
 // --- functions --------------------------------------------------------------------------------------------
 
 // e^x for x <= 88, relative error below 2e-7; 0 far below. Above it is nonsense: callers see to it.
