@@ -67,7 +67,12 @@ def _add_up(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     up.add_argument("--threads", type=_positive, help="of each replica's engine (default: the cores shared out)")
     up.add_argument("--stub", action="store_true", help="scripted replicas that emit tokens without a model")
     up.add_argument("--stub-tps", type=_pace, help="tokens per second of each stub reply; 0: as fast as possible")
-    up.add_argument("--model-file", type=Path, default=DEFAULT_FILE, help="a GGUF file (default %(default)s)")
+    up.add_argument(
+        "--model-file",
+        type=Path,
+        default=DEFAULT_FILE,
+        help="a GGUF file, or a Hugging Face folder (default %(default)s)",
+    )
     _add_data(up)
     up.set_defaults(run=_up)
 

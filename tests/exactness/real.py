@@ -33,7 +33,7 @@ class Real:
     def __init__(self, busy: KernelModel, quiet: KernelModel, tokenizer: Tokenizer) -> None:
         self._busy, self._quiet = busy, quiet
         self._vocabulary = Vocabulary(tokenizer.token_bytes, tokenizer.stop_ids)
-        self._ids = tokenizer.encode(TEXT)
+        self._ids = tokenizer.encode(TEXT * 3)
         self._alone: dict[Case, list[int]] = {}
 
     def play(self, seed: int, told: Counter[str]) -> None:
@@ -42,7 +42,7 @@ class Real:
         step = rng.choice([12, 30, 60])
         machine = self._machine(
             self._busy,
-            rng.choice([4, 6, BLOCKS]),
+            rng.choice([11, 13, BLOCKS]),
             running_max=6,
             step_tokens_max=step,
             mixed_tokens_max=rng.choice([3, step]),
@@ -50,7 +50,7 @@ class Real:
         )
         expected: dict[str, list[int]] = {}
         for number in range(rng.randrange(3, 7)):
-            case = rng.choice([8, 16, 30]), rng.randrange(12), rng.randrange(len(SAMPLINGS))
+            case = rng.choice([8, 30, 125, 140]), rng.randrange(12), rng.randrange(len(SAMPLINGS))
             whole = self.alone(case)
             cut = rng.choice([0, 0, rng.randrange(len(whole))])
             machine.submit(self._demand(f"s{number}", case, whole[:cut], rng.choice(LANE_ORDER)))

@@ -87,6 +87,7 @@ def _native(  # noqa: PLR0917 - what `load_runner` knows
     kv = native_runner.own_kv_type(precise=precise) if config.kv_type == AUTO else KvType(config.kv_type)
     # The version names all that may change a bit of what the model says: the log keeps it beside what was written.
     names = [digest, *([config.weights] if config.weights != AS_STORED else []), precision, f"kv-{kv.value}"]
+    names.append(f"r{kernels.REVISION}")
     context, blocks = _context(checkpoint, config), _blocks(checkpoint, config, kv)
     built = native_runner.build_model(
         checkpoint,

@@ -1,6 +1,9 @@
 """What families differ in, on the kernels: near the reference, the same bits whatever is beside, in each KV type."""
 
+import hashlib
+import itertools
 import json
+import platform
 import struct
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from services.replica.model.hf_checkpoint import NAMES
 from services.replica.model.kv_size import KvType, conversations_held, kv_block_bytes
 from services.replica.model.load import load_runner, open_checkpoint
 from services.replica.model.loader import load_weights
-from services.replica.model.native.kernels import BEST, KV_TYPES, Rows, Variant
+from services.replica.model.native.kernels import BEST, KV_TYPES, REVISION, Rows, Variant
 from services.replica.model.native_runner import NativeRunner, misfit
 from services.replica.model.quantise import KINDS as QUANTISED
 from services.replica.model.quantise import quantise
@@ -134,6 +137,21 @@ def test_every_instruction_set_gives_the_same_bits(files, kv: KvType):
         with kernel_model(files["wide window"], variant, kv=kv) as model:
             found.append(logits(model, Rows(ids(1, 290), 0, TABLE, BEST), Rows(ids(2, 7), 0, (20,), BEST)))
     assert all(np.array_equal(each, found[0]) for each in found[1:])
+
+
+@needs_kernels
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="angles of RoPE come from long doubles, which differ")
+def test_a_change_of_bits_is_a_new_revision(files):
+    """A reply goes on on another replica of the same `model_version` only: it must name what the bits depend on.
+
+    When this fails: raise kernels.REVISION, and write the new digest down.
+    """
+    digest = hashlib.sha256()
+    for family, precise in itertools.product(FAMILIES, (False, True)):
+        for kv in KV_TYPES:
+            with kernel_model(files[family], VARIANTS[0], kv=kv, precise=precise) as model:
+                digest.update(logits(model, Rows(ids(6, 190), 0, TABLE, BEST)).tobytes())
+    assert (REVISION, digest.hexdigest()[:16]) == (1, "f5a9aac2bb0d433e")
 
 
 @needs_kernels
@@ -290,7 +308,7 @@ def test_kv_types_are_settings_and_part_of_the_version(tmp_path: Path, monkeypat
     monkeypatch.setenv("CHORUS_PRECISION", "precise")
     precise = load_runner(EngineConfig(model_file=str(path), kv_bytes=1 << 20), VOCAB, lambda *_: None)
     assert precise.info.blocks_total == sizes["float16"]
-    assert precise.info.model_version.endswith("-precise-kv-float16")
+    assert "-precise-kv-float16-" in precise.info.model_version
     precise.close()
 
 

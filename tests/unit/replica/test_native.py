@@ -223,8 +223,9 @@ def test_kernels_are_chosen_and_said(files, monkeypatch: pytest.MonkeyPatch):
     assert f"native kernels {VARIANTS[0].name}, fast" in said
     monkeypatch.setenv(load.PRECISION, "precise")
     precise = loaded(files["Q4_1"])
-    digest = runner.info.model_version.removesuffix("-fast-kv-int8")
-    assert precise.info.model_version == f"{digest}-precise-kv-float16"
+    revision = f"r{kernels.REVISION}"
+    digest = runner.info.model_version.removesuffix(f"-fast-kv-int8-{revision}")
+    assert precise.info.model_version == f"{digest}-precise-kv-float16-{revision}"
     assert loaded(files["Q8_0"]).info.model_version != precise.info.model_version
 
 

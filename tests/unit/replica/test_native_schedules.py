@@ -23,7 +23,7 @@ SCHEDULES = 504
 SEEDS_PER_TEST = 42
 BLOCKS_MAX = 40
 BUDGET = 30  # replies that grow into more blocks: someone has to make room
-LENGTHS = (1, 5, 15, 16, 17, 31, 32, 33, 47, 48, 60)
+LENGTHS = (1, 5, 15, 16, 17, 31, 32, 33, 47, 48, 60, 125, 150)  # the last two end behind a tile of the kernels
 VOCABULARY = Vocabulary([bytes([97 + token % 26]) for token in range(VOCAB)], frozenset(range(290, 300)))
 SAMPLINGS = (
     Sampling(temperature=0.0),
@@ -65,7 +65,7 @@ class Bench:
         step = running_max + rng.choice([3, 8, 16, 50])
         machine = self.machine(
             self.model,
-            rng.choice([6, 7, 9, 14, BLOCKS_MAX]),
+            rng.choice([6, 7, 12, 14, BLOCKS_MAX]),
             running_max=running_max,
             step_tokens_max=step,
             mixed_tokens_max=rng.choice([1, min(5, step), step]),

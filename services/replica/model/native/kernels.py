@@ -104,6 +104,7 @@ VectorPlace = Literal["norm", "ffn_norm", "q_norm", "k_norm", "qkv_bias", "final
 _MATRICES: tuple[MatrixPlace, ...] = ("qkv", "o", "gate_up", "down", "head", "embedding")
 _VECTORS: tuple[VectorPlace, ...] = ("norm", "ffn_norm", "q_norm", "k_norm", "qkv_bias", "final_norm")
 KV_TYPES = (KvType.FLOAT32, KvType.BFLOAT16, KvType.FLOAT16, KvType.INT8)
+REVISION = 1  # of what the kernels compute: raised with every change that changes a bit
 KINDS = (TensorType.Q4_0, TensorType.Q4_1, TensorType.Q8_0)
 BLOCK = 32
 PANEL = 16
