@@ -3,13 +3,18 @@
     python -m tests.fuzz.engine [COUNT] [SEED]          COUNT 20,000; ends with an error when the loop dies or stalls
 
 The real loop, scheduler, block pool and sampler; the logits come from a small table in which some rows are spoiled.
-Parameters go through the gateway's door first, as in production: what it refuses goes no further.
+Then the same on the native kernels, which draw most of the tokens themselves, with a tiny model. Parameters go through
+the gateway's door first, as in production: what it refuses goes no further.
 """
 
 import json
 import random
 import sys
+import tempfile
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,12 +27,15 @@ from services.replica.core.scheduler import Scheduler, SchedulerLimits
 from services.replica.core.step_fit import StepSample, StepTimes
 from services.replica.engine import Engine, run_engine
 from services.replica.engine_messages import CancelSequence, Command, StepReport, StopEngine, SubmitSequence
+from services.replica.model.native.kernels import runnable
+from services.replica.model.native_runner import NativeRunner
 from services.replica.model.sampler import LEAST_LOGPROB, odds_wanted, sample, tell_odds
-from services.replica.runner import RunnerInfo
+from services.replica.runner import Runner, RunnerInfo
 from shared.catalog import Catalog, ModelCard
 from shared.errors import RefusedError
 from shared.messages import Sampling, pack_ids
 from shared.tiers import LANE_ORDER
+from tests.unit.replica.native_models import KINDS, VARIANTS, kernel_model, tiny_file
 
 VOCAB, BLOCKS, CONTEXT = 300, 40, 256
 AT_ONCE = 24  # sequences submitted and not yet answered
@@ -197,7 +205,7 @@ class _NoMarker:
     def end(self) -> None: ...
 
 
-def fuzz(count: int, seed: int) -> Counter[str]:
+def fuzz(count: int, seed: int, runner: Runner | None = None) -> Counter[str]:
     """How the sequences were answered. AssertionError, or whatever the loop died of."""
     ticks = iter(range(1 << 62))
     limits = SchedulerLimits(
@@ -211,7 +219,7 @@ def fuzz(count: int, seed: int) -> Counter[str]:
     scheduler = Scheduler(pool=BlockPool(BLOCKS), vocabulary=VOCABULARY, limits=limits)
     engine = Engine(
         scheduler=scheduler,
-        runner=TableRunner(seed),
+        runner=runner or TableRunner(seed),
         step_times=StepTimes([StepSample(1, 1, 0.001)]),
         marker=_NoMarker(),
         clock=lambda: next(ticks) * 1e-3,
@@ -226,8 +234,22 @@ def fuzz(count: int, seed: int) -> Counter[str]:
 
 def main() -> int:
     count, seed = (int(value) for value in (*sys.argv[1:], *("20000", "1")[len(sys.argv) - 1 :]))
-    print(json.dumps({"sequences": count, "seed": seed, "answered": dict(fuzz(count, seed).most_common())}))  # noqa: T201
+    say(count, seed, "table", fuzz(count, seed))
+    if runnable():
+        with tempfile.TemporaryDirectory() as folder, kernel_runner(Path(folder)) as runner:
+            say(count, seed, "kernels", fuzz(count, seed, runner))
     return 0
+
+
+@contextmanager
+def kernel_runner(folder: Path) -> Iterator[Runner]:
+    with kernel_model(tiny_file(folder / "tiny.gguf", KINDS["Q4_1"]), VARIANTS[0], blocks=BLOCKS, threads=2) as model:
+        yield NativeRunner(model, RunnerInfo("tiny", BLOCKS, CONTEXT, VOCAB))
+
+
+def say(count: int, seed: int, logits: str, told: Counter[str]) -> None:
+    answered = dict(told.most_common())
+    print(json.dumps({"sequences": count, "seed": seed, "logits": logits, "answered": answered}))  # noqa: T201
 
 
 if __name__ == "__main__":
