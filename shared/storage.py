@@ -31,6 +31,7 @@ UNAVAILABLE_ERRORS: tuple[type[Exception], ...] = (
     asyncpg.PostgresConnectionError,  # class 08
     asyncpg.exceptions.OperatorInterventionError,  # class 57: shutting down, starting up
     asyncpg.exceptions.InsufficientResourcesError,  # class 53: connections, memory, disk
+    asyncpg.exceptions.TransactionRollbackError,  # class 40: a deadlock, and it took ours back
 )
 _CUT_OFF: tuple[type[BaseException], ...] = (asyncio.CancelledError, *UNAVAILABLE_ERRORS)
 

@@ -123,8 +123,13 @@ class Store:
             return await _claim_of(conn, accepted.org, accepted.user, idempotency.key)
 
     async def queued(self, reply_ids: Sequence[str]) -> None:
-        """Their lanes took the requests: the outbox rows go."""
-        async with self.connection() as conn:
+        """Their lanes took the requests: the outbox rows go.
+
+        Replies are locked first, in the order of their ids, as everybody does who changes several rows of one: who ends
+        or deletes one of them meanwhile waits, or is waited for.
+        """
+        async with self.connection() as conn, conn.transaction():
+            await conn.execute("SELECT 1 FROM replies WHERE id = ANY($1) ORDER BY id FOR UPDATE", reply_ids)
             await conn.execute(
                 "WITH sent AS (DELETE FROM outbox WHERE reply_id = ANY($1)),"
                 " known AS (UPDATE idempotency SET queued = true WHERE reply_id = ANY($1))"
@@ -137,13 +142,13 @@ class Store:
     async def give_up(self, reply_id: str, detail: str) -> None:
         """It will not be queued: its key is free again, and its end is due now (the sweeper writes what is missing)."""
         async with self.connection() as conn, conn.transaction():
-            await conn.execute("DELETE FROM idempotency WHERE reply_id = $1", reply_id)
-            await conn.execute("DELETE FROM outbox WHERE reply_id = $1", reply_id)
             await conn.execute(
                 "UPDATE replies SET deadline_at = 'epoch', detail = $2 WHERE id = $1 AND status <> 'ended'",
                 reply_id,
                 detail,
             )
+            await conn.execute("DELETE FROM outbox WHERE reply_id = $1", reply_id)
+            await conn.execute("DELETE FROM idempotency WHERE reply_id = $1", reply_id)
 
     async def outbox(self, *, older_than_s: float, now_s: float, most: int) -> list[Queued]:
         """Requests stored at least `older_than_s` ago and still not known to be queued, oldest first."""
@@ -238,13 +243,15 @@ class Store:
         No router needs their logs any more, so a purge that waited for that is due now.
         """
         async with self.connection(BATCH_S) as conn, conn.transaction():
-            outcomes = [await _archive(conn, ended) for ended in replies]
+            outcomes = dict.fromkeys(range(len(replies)), Archived.NO_ROW)
+            for at in sorted(outcomes, key=lambda at: replies[at].accepted.reply_id):  # rows are locked in that order
+                outcomes[at] = await _archive(conn, replies[at])
             await conn.execute(
                 "UPDATE purges SET due_at = least(due_at, to_timestamp($2)) WHERE reply_id = ANY($1)",
                 [ended.accepted.reply_id for ended in replies],
                 now_s,
             )
-        return outcomes
+        return list(outcomes.values())
 
     async def overdue(self, *, now_s: float, grace_s: float, most: int) -> list[Overdue]:
         """Replies not ended `grace_s` past their deadline."""

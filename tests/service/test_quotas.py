@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import asyncpg
 import pytest
 
 from services.conversation.quota_store import BucketName, QuotaStore
@@ -13,6 +14,7 @@ from shared.messages import ConversationRef, CreateConversation, Sent, unpack_id
 from shared.outcomes import EndReason, RefusalKind
 from shared.quota import Totals
 from shared.settings import Secret
+from shared.storage import UNAVAILABLE_ERRORS
 from shared.tiers import Tier
 from shared.valkey import Valkey
 from tests.service.conversation_world import ANN, BOB, STUB, World, a_world, ref, until
@@ -227,3 +229,9 @@ async def test_what_is_written_until_it_is_superseded_is_read(
     ended = (await world.logs.read(running)).ended
     assert ended is not None
     assert ended.reason is EndReason.SUPERSEDED
+
+
+async def test_what_the_database_took_back_is_tried_again() -> None:
+    """A deadlock's victim is told as a database that is away for a moment: background tasks go on, doors say when."""
+    assert issubclass(asyncpg.DeadlockDetectedError, UNAVAILABLE_ERRORS)
+    assert issubclass(asyncpg.SerializationError, UNAVAILABLE_ERRORS)
