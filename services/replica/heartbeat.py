@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from services.replica.attempt import Attempt
 from services.replica.core.step_budget import StepBudget, room_s
+from services.replica.core.step_fit import predict
 from services.replica.engine_messages import EngineReady, EngineStats
 from shared.limits import BLOCK_TOKENS
 from shared.messages import ReplicaHealth
@@ -63,7 +64,7 @@ def _step_tokens(ready: EngineReady, stats: EngineStats) -> int:
     step, running = stats.step, stats.running
     most = min(ready.mixed_tokens, ready.step_tokens - running) if running else ready.step_tokens
     held = (stats.blocks_total - stats.blocks_free) * BLOCK_TOKENS
-    decodes_s = step.base_s + step.per_token_s * running + step.per_attended_s * held
+    decodes_s = predict(step, running, held)
     room = room_s(step, decodes_s=decodes_s, decodes=running, prompts=1 + stats.waiting)
     return running + StepBudget(most, room, step).take(0, most)
 

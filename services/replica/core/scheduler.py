@@ -25,6 +25,7 @@ from services.replica.core.plan import Freed, Odds, Output, SeqChunk, StepPlan, 
 from services.replica.core.sequence import Demand, Sequence
 from services.replica.core.step_budget import StepBudget, attended, room_s
 from services.replica.core.step_cost import BY_TOKENS, cost_rates
+from services.replica.core.step_fit import predict
 from shared.limits import BLOCK_TOKENS
 from shared.messages import StepModel, TokenLogprob
 from shared.tiers import LANE_ORDER
@@ -209,7 +210,7 @@ class Scheduler:
             return StepBudget(tokens, 0.0, model)
         count, read = len(decodes), sum(chunk.start + 1 for chunk in decodes)
         age = self._steps - self._behind[0].admitted_step if self._behind else 0  # of the prompt that is served first
-        decodes_s = model.base_s + model.per_token_s * count + model.per_attended_s * read
+        decodes_s = predict(model, count, read)
         grown_s = model.per_attended_s * min(read, age * count)
         seconds = room_s(model, decodes_s=decodes_s, decodes=count, prompts=prompts, grown_s=grown_s)
         return StepBudget(tokens, seconds, model)
